@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from qtensor.core.compile_constants import compile_constant
 from qtensor.core.errors import ArgumentTypeError, QTensorError, check, fail
-from qtensor.core.quantizer_registry import format_names, quantizer_class
+from qtensor.core.quantizer_registry import format_names, parse, quantizer_class
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.call import (
@@ -25,6 +25,16 @@ from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 
 Format = str | Quantizer
+
+
+def parsed(canonical: str) -> Quantizer:
+    """Return the quantizer of a canonical text such as ``"mxfp6(packed=True)"``."""
+    return cast(Quantizer, parse(canonical))
+
+
+def quantizer_of(q: QuantizedTensorStorage) -> Quantizer:
+    """Return the quantizer of a tensor or storage, as a value with the options of its format."""
+    return cast(Quantizer, q._quantizer)
 
 
 def formats() -> tuple[str, ...]:
@@ -143,13 +153,10 @@ def dequantize(
     """
     for name, value, kind in (("dtype", dtype, torch.dtype), ("out", out, torch.Tensor)):
         if value is not None and not isinstance(value, kind):
-            fail(
-                "dequantize",
-                "dtype= is a torch.dtype and out= a tensor",
-                f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)}",
-                "Pass one, for example dtype=torch.float32",
-                ArgumentTypeError,
-            )
+            rule = "dtype= is a torch.dtype and out= a tensor"
+            got = f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)}"
+            fix = "Pass one, for example dtype=torch.float32"
+            fail("dequantize", rule, got, fix, ArgumentTypeError)
     if isinstance(q, QuantizedTensorStorage) and out is not None:
         refuse_gradient("dequantize", q)
         return _dequantize_into(q, out)
@@ -168,7 +175,7 @@ def dequantize(
     return values if out is None else _same_shape(q, out).copy_(values)
 
 
-def _same_shape(q: Any, out: Tensor) -> Tensor:
+def _same_shape(q: Tensor | QuantizedTensorStorage, out: Tensor) -> Tensor:
     check(
         out.shape == q.shape,
         "dequantize",

@@ -6,9 +6,10 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, fail
@@ -141,15 +142,19 @@ class LastRegion:
             self.state = state
 
 
-def layer_recipe(own: str | None, last: LastRegion, layer: Any) -> str:
+class Labelled(Protocol):
+    """A layer that has a name for errors."""
+
+    @property
+    def label(self) -> str:
+        """Name for errors."""
+
+
+def layer_recipe(own: str | None, last: LastRegion, layer: Labelled) -> str:
     """Return the key of the active recipe as ``active_recipe`` does, for one layer in eager code.
 
     In a backward pass outside of every region, the recipe is that of the layer's last forward.
-
-    Args:
-        own: key of the layer's own recipe, which applies outside every region.
-        last: the region of the layer's last forward, which this function updates.
-        layer: its ``label`` names it in the error.
+    ``last``, the region of that forward, is updated; ``own`` is the key of the layer's own recipe.
 
     Raises:
         QTensorError: the layer is computed again, and its forwards ran under several recipes.
@@ -170,13 +175,12 @@ def layer_recipe(own: str | None, last: LastRegion, layer: Any) -> str:
             last.was_used = last.is_new = True
             key = last.state[0]
             if last.is_ambiguous:
-                fail(
-                    layer.label,
+                rule = (
                     "a checkpoint computes the layer again outside of qtensor.autocast, so that "
-                    "its forwards since the last backward pass must share one recipe",
-                    "several recipes",
-                    "Use qtensor.checkpoint, or run the backward pass inside of the region",
+                    "its forwards since the last backward pass must share one recipe"
                 )
+                fix = "Use qtensor.checkpoint, or run the backward pass inside of the region"
+                fail(layer.label, rule, "several recipes", fix)
         if key is not None:
             return key
     return HIGH_PRECISION if own is None else own
@@ -246,7 +250,7 @@ class autocast:
         self,
         enabled: bool = True,
         recipe: Recipe | None = None,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not (recipe is None or isinstance(recipe, Recipe)):
             is_class = isinstance(recipe, type)

@@ -115,7 +115,7 @@ def quantize_state_(
         fail("quantize_state_", rule, got, "Drop it, or pass stochastic_rounding=True")
     state = _State(quantizers, frozenset(square_roots), min_numel, stochastic_rounding, seed)
 
-    def after(o: Optimizer, *_: Any) -> None:
+    def after(o: Optimizer, *_: object) -> None:
         if seed is not None:
             _count_step(o, "state_rounding_step")
         state.encode(o)
@@ -149,7 +149,7 @@ def seed_rounding_(optimizer: Optimizer, seed: int) -> OptimizerHooks:
     _check_optimizer("seed_rounding_", optimizer)
     around = ExitStack()
 
-    def before(o: Optimizer, *_: Any) -> None:
+    def before(o: Optimizer, *_: object) -> None:
         around.close()  # left open by a step that raised
         devices = {p.device for group in o.param_groups for p in group["params"]}
         cuda = sorted(d.index for d in devices if d.type == "cuda")
@@ -191,7 +191,7 @@ def round_parameters_(optimizer: Optimizer, *, seed: int | None = None) -> Optim
     _check_parameters(op, optimizer)
     around = ExitStack()
 
-    def before(o: Optimizer, *_: Any) -> None:
+    def before(o: Optimizer, *_: object) -> None:
         around.close()  # left open by a step that raised
         _check_parameters(op, o)
         token = ROUNDS_AT_RANDOM.set(True)
@@ -207,30 +207,25 @@ def round_parameters_(optimizer: Optimizer, *, seed: int | None = None) -> Optim
 
 
 def _check_parameters(op: str, optimizer: Optimizer) -> None:
-    """Refuse quantized parameters that cannot be rounded at random.
-
-    Raises:
-        QTensorError: the scales of a parameter are not powers of two.
-    """
+    """Refuse quantized parameters that cannot be rounded at random."""
     for group, entry in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(entry["params"]):
             found = getattr(local_part(parameter), "_quantizer", None)
             if found is None or found.stochastic_rounding or _has_powers_of_two(found):
                 continue
-            fail(
-                op,
+            rule = (
                 "values are rounded at random to the element's significant bits, and codes have "
-                "these bits only if the scales are powers of two",
-                f"{found.canonical} for parameter {index} of group {group}",
-                "Use force_pow_2_scales=True or an MX format; nvfp4 has stochastic_rounding=True",
+                "these bits only if the scales are powers of two"
             )
+            fix = "Use force_pow_2_scales=True or an MX format; nvfp4 has stochastic_rounding=True"
+            fail(op, rule, f"{found.canonical} for parameter {index} of group {group}", fix)
 
 
 def _has_powers_of_two(found: Quantizer) -> bool:
     return hasattr(found, "scale_mode") or bool(getattr(found, "force_pow_2_scales", False))
 
 
-def _check_optimizer(op: str, optimizer: Any) -> None:
+def _check_optimizer(op: str, optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         rule = "the first argument must be a torch.optim.Optimizer"
         fail(op, rule, type(optimizer).__name__, "Pass the optimizer itself", ArgumentTypeError)
@@ -318,7 +313,7 @@ class _State:
             values, generator=torch.tensor([seed], device=device) if random else None
         )
 
-    def _is_stored(self, parameter: Any, value: Any) -> bool:
+    def _is_stored(self, parameter: Tensor, value: object) -> bool:
         return (
             isinstance(value, Tensor)
             and not isinstance(local_part(value), QuantizedTensor)
@@ -343,10 +338,6 @@ def _as_part(local: Tensor, like: Any) -> Any:
 
 def _check_plain(name: str, value: Tensor) -> None:
     if type(local_part(value)) is not Tensor:
-        fail(
-            f"quantize_state_[{name}]",
-            "only the state of plain, quantized or sharded parameters can be quantized",
-            type(value).__name__,
-            f"Leave {name!r} out of the formats",
-            UnsupportedError,
-        )
+        rule = "only the state of plain, quantized or sharded parameters can be quantized"
+        fix = f"Leave {name!r} out of the formats"
+        fail(f"quantize_state_[{name}]", rule, type(value).__name__, fix, UnsupportedError)

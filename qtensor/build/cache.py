@@ -236,9 +236,6 @@ def source_key(spec: BuildSpec) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-_key = source_key
-
-
 def _file_digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -254,11 +251,13 @@ def _library(folder: Path, name: str) -> Path:
 
 def _find(spec: BuildSpec, key: str) -> Built | None:
     """Return the library of `spec` if the cache has it, unchanged since it was built."""
-    for root in readable_roots():
-        entry = _entry(root / f"{spec.name}-{key}")
-        if entry is not None and is_intact(entry):
-            return entry
-    return None
+    entries = (_intact_entry(root / f"{spec.name}-{key}") for root in readable_roots())
+    return next((entry for entry in entries if entry is not None), None)
+
+
+def _intact_entry(folder: Path) -> Built | None:
+    entry = _entry(folder)
+    return entry if entry is not None and is_intact(entry) else None
 
 
 def _entry(folder: Path) -> Built | None:
@@ -346,8 +345,7 @@ def _build(spec: BuildSpec, key: str, tell: Callable[[str], None]) -> Path:
     folder = root / f"{spec.name}-{key}"
     try:
         with _locked(root / f"{folder.name}{_LOCK}", spec, tell):
-            entry = _entry(folder)
-            if entry is None or not is_intact(entry):
+            if _intact_entry(folder) is None:
                 _remove_stale(root)
                 _make(spec, key, folder, compiler, tell)
     except OSError as error:
@@ -475,8 +473,7 @@ def _install(made: Path, folder: Path) -> None:
     try:
         made.rename(folder)
     except OSError:
-        entry = _entry(folder)
-        if entry is None or not is_intact(entry):
+        if _intact_entry(folder) is None:
             if not folder.exists():
                 raise
             shutil.rmtree(folder)

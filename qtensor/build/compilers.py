@@ -131,9 +131,22 @@ def _probe(words: tuple[str, ...]) -> Compiler | str:
     if path is None:
         return "no program of that name that may be run"
     path = os.path.abspath(path)
+    found = version_lines((path, *words[1:]))
+    if isinstance(found, str):
+        return found
+    status, lines = found
+    if status != 0:
+        return f"--version ended with status {status}"
+    if not lines or not re.search(r"\d\.\d", lines[0]):
+        return "--version names no version"
+    return Compiler(path, lines[0], words[1:])
+
+
+def version_lines(words: tuple[str, ...]) -> tuple[int, list[str]] | str:
+    """Return the status and the lines of `--version`, or the reason why there are none."""
     try:
         done = subprocess.run(
-            (path, *words[1:], "--version"),
+            (*words, "--version"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -145,12 +158,7 @@ def _probe(words: tuple[str, ...]) -> Compiler | str:
         return f"does not start ({error.strerror or error})"
     except subprocess.TimeoutExpired:
         return f"gave no version within {_VERSION_TIME_LIMIT:g} s"
-    lines = _readable(done.stdout)
-    if done.returncode != 0:
-        return f"--version ended with status {done.returncode}"
-    if not lines or not re.search(r"\d\.\d", lines[0]):
-        return "--version names no version"
-    return Compiler(path, lines[0], words[1:])
+    return done.returncode, _readable(done.stdout)
 
 
 def parallel_jobs(runs: int, memory: int = _GIB) -> int:
@@ -209,11 +217,7 @@ def stop_all() -> None:
 def run_all(op: str, commands: Sequence[Command], jobs: int, folder: Path) -> None:
     """Run the commands, `jobs` at a time, and stop all of them at the first failure or interrupt.
 
-    Args:
-        op: the operation, the beginning of every error message.
-        commands: independent of each other.
-        jobs: at least 1.
-        folder: for logs and temporary files; the caller removes it.
+    Logs and temporary files lie in ``folder``, which the caller removes.
 
     Raises:
         BuildError: a command does not start, fails, hangs or does not write its file.

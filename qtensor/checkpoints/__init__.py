@@ -15,12 +15,7 @@ from qtensor.checkpoints.conversion.conversion_report import ConversionReport, T
 from qtensor.checkpoints.conversion.request import Options, Progress
 from qtensor.checkpoints.errors import CheckpointError
 from qtensor.checkpoints.inspection.compare import Comparison, Difference, compare
-from qtensor.checkpoints.inspection.summary import (
-    Summary,
-    TensorSummary,
-    inspect,
-    inspect_tensor,
-)
+from qtensor.checkpoints.inspection.summary import Summary, TensorSummary, inspect, inspect_tensor
 from qtensor.checkpoints.inspection.verify import Problem, Verification, verify
 from qtensor.checkpoints.layout_base import (
     DenseOnly,

@@ -109,6 +109,11 @@ def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size | tuple[in
     return factors[..., : shape[-2], : shape[-1]]
 
 
+def broadcast(factor: Tensor) -> Tensor:
+    """Return the factor of a tensor as (), or those of its experts as (E, 1, 1)."""
+    return factor.reshape(-1, 1, 1) if factor.numel() > 1 else factor.reshape(())
+
+
 def product(elements: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Return class P: fl(element * factor) in float32, then one rounding to ``dtype``."""
     return (elements * factors.float()).to(dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape, buffer_shape
 from qtensor.core.errors import fail
 from qtensor.core.formats import Slot
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import Float8RowwiseQuantizer, Quantizer
 from qtensor.reference.blocks import read_scales, write_scales_
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -45,6 +45,20 @@ _FIELDS = {
     "rowwise_global_scale_inv": "factor",
 }
 """Constructor keyword of a buffer -> field of ``Parts``."""
+
+
+def kind_of(quantizer: Quantizer) -> str:
+    """Return the format id of a quantizer; those of FP8 say where the factors belong.
+
+    They are ``"fp8"`` for one factor, ``"fp8_rowwise"`` and ``"fp8_columns"``, and
+    ``"fp8_blockwise"`` and ``"fp8_groups"`` for blocks of 128x128 and 1x128.
+    """
+    name = quantizer.spec.name
+    if name == "fp8" and isinstance(quantizer, Float8RowwiseQuantizer):
+        return "fp8_rowwise" if quantizer.axis == -1 else "fp8_columns"
+    if name == "fp8_blockwise" and not quantizer.two_dimensional:
+        return "fp8_groups"
+    return name
 
 
 def unpadded(slot: Slot, shape: Shape) -> tuple[int, ...]:
@@ -118,10 +132,7 @@ def rowwise_parts(tensor: QuantizedTensor) -> Parts:
         buffer = buffer[tuple(slice(n) for n in unpadded(slot, tensor.shape))]
         found[_FIELDS[slot.keyword]] = buffer.t() if _columns_first(slot) else buffer
     if "codes" not in found:
-        fail(
-            "rowwise_parts",
-            "the tensor has rowwise data",
-            tensor.quantizer.canonical,
-            "Quantize it",
-        )
+        rule = "the tensor has rowwise data"
+        fix = "Quantize it"
+        fail("rowwise_parts", rule, tensor.quantizer.canonical, fix)
     return Parts(**found)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -234,10 +233,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def decode(self, group: Group, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the values of a group, or of some of its rows, as the origin decodes them.
 
-        Args:
-            group: one of ``groups``, or a copy with the shape of some rows.
-            stored: its stored tensors by role, or their rows.
-            dtype: dtype of the result.
+        ``stored`` holds its stored tensors by role, or their rows.
 
         Raises:
             CheckpointError: the group cannot be decoded.
@@ -257,11 +253,9 @@ class Checkpoint(Mapping[str, Tensor]):
 
         Writes to tensors that share the mapped memory are lost.
         """
-        release = getattr(self._container, "release", None)
         group = self.groups.get(name)
         for info in group.roles.values() if group else (self._container.infos[name],):
-            if release is not None:
-                release(info.name)
+            self._container.release(info.name)
 
     @in_memory
     def why_dense(self, name: str) -> str | None:
@@ -316,12 +310,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -457,7 +446,7 @@ def _check_dtype(dtype: object) -> None:
         refuse(Place(), rule, repr(dtype), "Pass torch.bfloat16, for example")
 
 
-def _check_device(device: Any) -> None:
+def _check_device(device: torch.types.Device) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:

@@ -57,8 +57,5 @@ def refuse(
         got: the values that were found.
         fix: a sentence, without its full stop, that tells the caller what to do.
         cause: the exception that this error replaces.
-
-    Raises:
-        CheckpointError: always.
     """
     raise CheckpointError(f"{place}: {rule}; got {shorten(got)}. {fix}.", *place) from cause

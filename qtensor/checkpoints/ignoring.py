@@ -15,6 +15,7 @@ from typing import Any
 
 from qtensor.checkpoints.errors import CheckpointError, Place
 from qtensor.checkpoints.patterns import Pattern
+from qtensor.checkpoints.source import Source
 
 _KEYS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 _WILD = re.compile(r"[*?\[]")
@@ -22,8 +23,8 @@ NAMES, REGEX, WILDCARD = "names", "re:", "wildcards"
 """What a loader takes beside plain names: expressions, expressions after ``re:``, or wildcards."""
 
 
-def ignored_names(source: Any) -> list[str]:
-    """Return the entries of all such lists of a ``Source``, each once, in order."""
+def ignored_names(source: Source) -> list[str]:
+    """Return the entries of all such lists of a source, each once, in order."""
     other = source.files.get("hf_quant_config.json", {}).get("quantization")
     parts = [part for part in (source.quantization, other) if isinstance(part, dict)]
     lists = [part[key] for part in parts for key in _KEYS if isinstance(part.get(key), list)]
@@ -36,13 +37,8 @@ def carried(
     """Return the list of a copy: entries that still apply, then plain modules that none covers.
 
     An entry that matches a quantized module of the copy is left out, because a loader would then
-    look for plain values.
-
-    Args:
-        entries: of the source, in the style of the copy's layout (see ``translated``).
-        plain: modules of the copy with a plain weight.
-        quantized: modules of the copy with a quantized weight.
-        style: ``NAMES``, ``REGEX`` or ``WILDCARD``.
+    look for plain values. All modules are those of the copy, and ``entries`` are in its ``style``
+    (see ``translated``).
     """
     modules = list(quantized)
     parts = {part for module in modules for part in _ends(module)}

@@ -10,79 +10,30 @@ import abc
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.copies import Forms
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.ignoring import NAMES, carried, ignored_names, translated
 from qtensor.checkpoints.leftovers import leftovers
+from qtensor.checkpoints.source import Source
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 FACTOR, DIVISOR = "factor", "divisor"
 """What a stored number is: codes are multiplied by it, or divided."""
 
-_MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 Loaded = Mapping[str, Tensor]
 """The stored tensors of a group, by role."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Hold what a layout reads besides the weights: names, shapes, header texts and JSON files."""
-
-    path: str
-    """Path for messages."""
-    tensors: Mapping[str, TensorInfo]
-    """Every stored tensor by name."""
-    headers: tuple[Mapping[str, str], ...] = ()
-    """The texts (``__metadata__``) of each file's header."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """config.json, or an empty dict."""
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Other JSON files of the folder that layouts read, by name: hf_quant_config.json."""
-    kind: str = "safetensors"
-    """The container: ``"safetensors"``, ``"torch"`` or ``"gguf"``."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What else the container has: records of a pickle, key-values of GGUF."""
-    read: Callable[[str], Tensor] | None = None
-    """Return a stored tensor by name. ``recognises`` must not call it; a layout whose description
-    lies in small tensors (ComfyUI) calls it in ``groups``."""
-
-    @functools.cached_property
-    def quantization(self) -> Mapping[str, Any]:
-        """Return ``quantization_config`` of the config, or of its text or language model part.
-
-        One that names its method comes before one that does not.
-        """
-        parts = (self.config, *(self.config.get(k) for k in ("text_config", "llm_config")))
-        found = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
-        filled = [entry for entry in found if isinstance(entry, dict) and entry]
-        return next((e for e in filled if e.get("quant_method")), filled[0] if filled else {})
-
-    @property
-    def method(self) -> str:
-        """Return ``quant_method`` in lower case, or ""."""
-        return str(self.quantization.get("quant_method") or "").lower()
-
-    @functools.cached_property
-    def model_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the model that the config names, or None."""
-        for part in (self.config, *(self.config.get(k) for k in ("text_config", "llm_config"))):
-            if isinstance(part, dict):
-                name = part.get("torch_dtype") or part.get("dtype")
-                dtype = getattr(torch, str(name).removeprefix("torch."), None)
-                if isinstance(dtype, torch.dtype) and dtype in _MODEL_DTYPES:
-                    return dtype
-        return None
 
 
 @dataclass(frozen=True)
@@ -130,6 +81,12 @@ class Group(NamedTuple):
     """False for a second reading of tensors under another name: asking for the name gives it, and
     the mapping does not list it."""
 
+    @property
+    def quantizer(self) -> Quantizer:
+        """Return the target, where it is known to be a quantizer."""
+        assert isinstance(self.target, Quantizer)  # noqa: S101 - ``read`` is called for no other
+        return self.target
+
 
 class Layout(abc.ABC):
     """Read checkpoints of one layout; an instance belongs to one open checkpoint."""
@@ -139,6 +96,8 @@ class Layout(abc.ABC):
     rank: ClassVar[int]
     """Layouts are asked in this order; the numbers are those of the rules in docs/checkpoints.md,
     times ten."""
+    methods: ClassVar[Sequence[str]] = ()
+    """Values of ``quant_method`` in the config that name this layout."""
     factor_names: ClassVar[frozenset[str]] = frozenset({"input_scale", "k_scale", "v_scale"})
     """Last name parts of plain tensors that are factors: ``dtype=`` does not change their dtype."""
     input_factors: ClassVar[Mapping[str, str]] = {"input_scale": FACTOR}
@@ -177,9 +136,9 @@ class Layout(abc.ABC):
                 )
 
     @classmethod
-    @abc.abstractmethod
     def recognises(cls, source: Source) -> bool:
         """Return True if the checkpoint has this layout; read no tensor data."""
+        return source.method in cls.methods
 
     @abc.abstractmethod
     def groups(self) -> Iterable[Group]:
@@ -191,11 +150,11 @@ class Layout(abc.ABC):
             CheckpointError: a factor is missing, or a shape or dtype does not fit.
         """
 
-    @abc.abstractmethod
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return a group as a quantized tensor, by moving bytes.
 
-        It is only called if ``group.target`` is a quantizer.
+        It is only called if ``group.target`` is a quantizer. By default the roles are "codes" and
+        "scale", which lie as in our rowwise data.
 
         Args:
             group: one of ``groups()``.
@@ -204,6 +163,8 @@ class Layout(abc.ABC):
         Raises:
             CheckpointError: a value of a factor is not legal.
         """
+        parts = Parts(stored["codes"], stored["scale"])
+        return assemble(group.quantizer, group.shape, group.dtype, parts)
 
     @abc.abstractmethod
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
@@ -257,11 +218,7 @@ class Layout(abc.ABC):
         return Place(info.file if info else self.source.path, tensor, self.name)
 
     def refuse(self, tensor: str, rule: str, got: object, fix: str) -> NoReturn:
-        """Raise a ``CheckpointError`` that names the file, the tensor and this layout.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Raise a ``CheckpointError`` that names the file, the tensor and this layout."""
         refuse(self.place(tensor), rule, got, fix)
 
     def expect(
@@ -284,15 +241,24 @@ class Layout(abc.ABC):
             fix = "Check the config against the file, or export the checkpoint again"
             self.refuse(info.name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
 
+    def tensor_factor(self, group: Group, stored: Loaded, rule: str, fix: str) -> Tensor:
+        """Return the tensor with the role "factor" after checking its values.
+
+        Raises:
+            CheckpointError: ``rule`` is broken, which says that they are finite and not negative.
+        """
+        factor = stored["factor"]
+        bad = ~(torch.isfinite(factor) & (factor >= 0))
+        if bool(bad.any()):
+            self.refuse(group.roles["factor"].name, rule, factor.flatten().tolist(), fix)
+        return factor
+
     def refuse_leftovers(self, used: Container[str]) -> None:
         """Refuse codes and factors that ``groups`` left over: they would pass as plain values.
 
         For layouts whose config says that weights are quantized: a float8 or packed tensor without
         a factor that the layout knows is an error. Packed codes are uint8 or int8 matrices that are
         the ``weight`` of a module, stacked ones, or ones with a factor beside them.
-
-        Args:
-            used: names of the stored tensors of all groups.
 
         Raises:
             CheckpointError: such a tensor is left; the message names it.
@@ -342,6 +308,8 @@ class Writer(abc.ABC):
         self.copied: Source | None = None
         """The checkpoint of this layout that is written again; see ``follow``."""
         self._forms = Forms()
+        self._narrow: dict[str, bool] = {}
+        """Weight -> True if its FP8 factors are stored in 16 bits."""
         self.plain_dims: dict[str, int] = {}
         """Plain tensor -> number of its dims; ``plain`` fills it."""
 
@@ -429,16 +397,22 @@ class Writer(abc.ABC):
         Raises:
             CheckpointError: the rowwise data are not there, or give other values.
         """
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         if not quantizer.rowwise or quantizer.columnwise_value:
             self.refuse(name, "the layout holds rowwise data", quantizer.canonical)
 
-    def refuse(self, tensor: str, rule: str, got: object, fix: str = "") -> NoReturn:
-        """Raise a ``CheckpointError`` that names the tensor, the layout and its formats.
+    def narrowed(self, name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the FP8 factors of a weight in its nominal dtype if that is exact.
 
-        Raises:
-            CheckpointError: always.
+        That is how origins store them. The first call decides, as it does for ``encode``.
         """
+        if name not in self._narrow:
+            half = dtype in (torch.bfloat16, torch.float16) and not scale.is_meta
+            self._narrow[name] = half and torch.equal(scale.to(dtype).float(), scale)
+        return scale.to(dtype) if self._narrow[name] else scale
+
+    def refuse(self, tensor: str, rule: str, got: object, fix: str = "") -> NoReturn:
+        """Raise a ``CheckpointError`` that names the tensor, the layout and its formats."""
         fix = fix or f"Write layout 'qtensor', or quantize to one of {', '.join(self.formats)}"
         refuse(Place("", tensor, self.layout), rule, got, fix)
 
@@ -469,11 +443,7 @@ def _import_layouts() -> None:
 
 
 def find_layout(name: str) -> type[Layout]:
-    """Return the layout of that name.
-
-    Raises:
-        CheckpointError: no such layout; the message lists the known ones.
-    """
+    """Return the layout of that name."""
     known = layouts()
     if name not in known:
         fix = f"Choose one of {', '.join(known)}"
@@ -482,11 +452,7 @@ def find_layout(name: str) -> type[Layout]:
 
 
 def recognise(source: Source) -> type[Layout]:
-    """Return the layout of a checkpoint: the first one, by rank, that recognises it.
-
-    Raises:
-        CheckpointError: no layout recognises it; the message names ``quant_method``.
-    """
+    """Return the layout of a checkpoint: the first one, by rank, that recognises it."""
     known = layouts()
     for layout in known.values():
         if layout.recognises(source):

@@ -27,10 +27,6 @@ def leftovers(
 
     These are float8 and FP4 tensors, E8M0 factors, and packed codes: uint8 or int8 tensors that are
     the ``weight`` of a module, that have three dims, or beside which a factor lies.
-
-    Args:
-        tensors: every stored tensor by name.
-        used: names of the stored tensors of all groups.
     """
     for name, info in tensors.items():
         last = name.rpartition(".")[2]

@@ -7,13 +7,15 @@ own. This module is the only place that knows the conversion.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from qtensor.checkpoints.buffers import Parts
 from qtensor.quantizers import NVFP4Quantizer
 from qtensor.reference.nvfp4 import find_amax, nearest_amax
+from qtensor.storage.tensor import QuantizedTensor
 
 _STEPS = 2
 """Neighbours on each side, in float32 units, that a search tries."""
@@ -48,6 +50,11 @@ def from_factor(factor: Tensor) -> TensorFactor:
     return TensorFactor(quantizer, nearest_amax(factor, 448.0), factor)
 
 
+def from_factors(factors: Tensor, rows: int) -> TensorFactor:
+    """Return ``from_factor`` of one factor, or ``from_experts`` of several with ``rows`` each."""
+    return from_factor(factors) if factors.numel() == 1 else from_experts(factors, rows)
+
+
 def from_divisor(divisor: Tensor) -> TensorFactor | None:
     """Return an amax A with fl(2688 / A) equal to a divisor, or else the factor fl(1 / g).
 
@@ -76,6 +83,12 @@ def from_divisor(divisor: Tensor) -> TensorFactor | None:
         if torch.equal(divisor_of(quantizer, amax, factor), divisor):
             return TensorFactor(quantizer, amax, factor)
     return None
+
+
+def factor_in(tensor: QuantizedTensor, parts: Parts) -> Tensor:
+    """Return ``factor_of`` an NVFP4 tensor with these parts."""
+    quantizer = cast(NVFP4Quantizer, tensor.quantizer)
+    return factor_of(quantizer, cast(Tensor, parts.amax), parts.factor)
 
 
 def factor_of(quantizer: NVFP4Quantizer, amax: Tensor, factor: Tensor | None) -> Tensor:

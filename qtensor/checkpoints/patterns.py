@@ -35,9 +35,7 @@ class Pattern:
     def __init__(self, text: str, place: Place) -> None:
         """Read an expression.
 
-        Args:
-            text: the expression, without ``re:``.
-            place: file and layout, for errors.
+        ``place`` is for errors.
 
         Raises:
             CheckpointError: it is not sound, too long, or repeats a group.

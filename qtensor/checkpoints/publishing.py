@@ -53,9 +53,6 @@ class FolderSwap:
     def __init__(self, folder: str) -> None:
         """Make the work folder.
 
-        Args:
-            folder: an existing folder, or a link to one.
-
         Raises:
             OSError: the folder above is not writable, or the disk is full.
         """
@@ -72,8 +69,7 @@ class FolderSwap:
     def publish(self, dropped: Iterable[str]) -> None:
         """Give the work folder the name of the folder.
 
-        Args:
-            dropped: names of files of the old checkpoint that the new one does not have.
+        ``dropped`` names the files of the old checkpoint that the new one does not have.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be renamed; it stays as it was.

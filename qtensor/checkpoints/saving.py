@@ -108,10 +108,7 @@ def _save_folder(
     """Write the shards, the index and the JSON files of a folder."""
     names = shard_names(len(shards), writer.suffix)
     files = {os.path.join(folder, name): shard for name, shard in zip(names, shards, strict=True)}
-    texts = dict(writer.files())
-    config = writer.config()
-    if config:
-        texts["config.json"] = config
+    texts = texts_of(writer)
     index = f"model{INDEX_SUFFIX}"
     if len(shards) > 1:
         texts[index] = index_of(names, shards)
@@ -199,6 +196,15 @@ def _old_files(folder: str, index: str) -> set[str]:
     return names
 
 
+def texts_of(writer: Writer) -> dict[str, dict[str, Any]]:
+    """Return the JSON files of a result by name."""
+    texts = dict(writer.files())
+    config = writer.config()
+    if config:
+        texts["config.json"] = config
+    return texts
+
+
 def shard_names(count: int, suffix: str = ".safetensors") -> list[str]:
     """Return the names of the files of a folder with that many shards."""
     if count == 1:
@@ -217,11 +223,7 @@ def index_of(names: Iterable[str], shards: Iterable[Shard]) -> dict[str, Any]:
 
 
 def writable(layout: str, path: str | os.PathLike[str]) -> type[Writer]:
-    """Return the writer of a layout.
-
-    Raises:
-        CheckpointError: there is no such layout, or it is read only.
-    """
+    """Return the writer of a layout."""
     cls = find_layout(layout)
     if cls.writer is None:
         written = [name for name, known in layouts().items() if known.writer]
@@ -267,11 +269,7 @@ def _encode(writer: Writer, state: Mapping[str, Tensor], name: str) -> dict[str,
 
 
 def _with_bytes(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, whose memory holds its values.
-
-    Raises:
-        CheckpointError: it has no values, or they do not lie in memory in order.
-    """
+    """Return a tensor without its graph, whose memory holds its values."""
     if torch.nn.parameter.is_lazy(tensor):
         fix = "Call the module once, which gives its shape"
         refuse(Place("", name), "a tensor has a shape and values", "a lazy parameter", fix)
@@ -317,11 +315,7 @@ def _is_text(text: str, encode: Callable[[str], bytes] = str.encode) -> bool:
 
 
 def check_unique(shards: Iterable[Shard]) -> None:
-    """Refuse two stored tensors of one name, and names that no file holds.
-
-    Raises:
-        CheckpointError: a name occurs twice, or cannot be written as UTF-8.
-    """
+    """Refuse two stored tensors of one name, and names that no file holds."""
     seen: set[str] = set()
     for spec in _specs(shards):
         if not _is_text(spec.name):
@@ -348,11 +342,7 @@ def write_json(path: str, value: Mapping[str, Any]) -> None:
 
 
 def write_bytes(path: str, data: bytes) -> None:
-    """Write a file under a temporary name, sync and rename it.
-
-    Raises:
-        CheckpointError: the disk is full, or the folder is not writable.
-    """
+    """Write a file under a temporary name, sync and rename it."""
     temporary = f"{path}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -368,11 +358,7 @@ def write_bytes(path: str, data: bytes) -> None:
 
 
 def _json_text(path: str, value: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a JSON file; infinite numbers are written as Python's json does.
-
-    Raises:
-        CheckpointError: a value is not one of JSON.
-    """
+    """Return the bytes of a JSON file; infinite numbers are written as Python's json does."""
     try:
         return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -380,16 +366,8 @@ def _json_text(path: str, value: Mapping[str, Any]) -> bytes:
         refuse(Place(path), rule, error, "Change the config", error)
 
 
-def checked_path(path: Any, name: str) -> str:
-    """Return a path as a text.
-
-    Args:
-        path: what the caller passed.
-        name: name of the argument, for the message.
-
-    Raises:
-        CheckpointError: it is not a path, or no file can have that name.
-    """
+def checked_path(path: object, name: str) -> str:
+    """Return a path as a text."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text or not _is_text(text, os.fsencode):
         fix = "Pass a path; open files are read by checkpoints.open"
@@ -441,11 +419,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_size(size: int | str) -> int:
-    """Return a number of bytes from a number or a text such as ``"5GB"``.
-
-    Raises:
-        CheckpointError: it is neither, or is not positive.
-    """
+    """Return a number of bytes from a number or a text such as ``"5GB"``."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"(\d{1,15})\s*([KMG]I?B)?", str(size).upper().strip())

@@ -7,12 +7,14 @@ if the call or its input is wrong.
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qtensor.cli.errors import in_options, plain_errors
+from qtensor.cli.errors import plain_errors, usage_errors
+from qtensor.core.errors import check, fail
 
 
 def _path(text: str) -> Path:
@@ -35,6 +37,9 @@ Source = Annotated[
 ]
 From = Annotated[
     Path, typer.Argument(parser=_existing, metavar="SRC", help="A file, a folder or an index.")
+]
+FileLayout = Annotated[
+    str | None, typer.Option(metavar="L", help="Layout of the file, if not recognised.")
 ]
 SourceLayout = Annotated[
     str | None,
@@ -67,9 +72,7 @@ def inspect(
     tensor: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show this tensor with its first blocks.")
     ] = None,
-    layout: Annotated[
-        str | None, typer.Option(metavar="L", help="Layout of the file, if not recognised.")
-    ] = None,
+    layout: FileLayout = None,
     rows: Annotated[
         str | None, typer.Option(metavar="A:B", help="With --tensor: show codes of these rows.")
     ] = None,
@@ -91,24 +94,16 @@ def inspect(
     with plain_errors():
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
 
-        view = None
-        if tensor is not None:
-            found: Any = checkpoints.inspect_tensor(path, tensor, layout)
-            if any(region) or (found.blocks and not as_json):
-                view = _view(path, tensor, layout, region)
-        else:
-            found = checkpoints.inspect(path, layout)
-        if as_json:
-            _print_json(found.to_dict())
+        if tensor is None:
+            _show(checkpoints.inspect(path, layout), as_json, every)
             return
-        from qtensor.cli import tables  # noqa: PLC0415
-
-        if tensor is not None:
-            tables.show_tensor(found)
-            if view is not None:
-                typer.echo(view)
-        else:
-            tables.show_summary(found, every)
+        found = checkpoints.inspect_tensor(path, tensor, layout)
+        view = None
+        if any(region) or (found.blocks and not as_json):
+            view = _view(path, tensor, layout, region)
+        _show(found, as_json, every)
+        if view is not None and not as_json:
+            typer.echo(view)
 
 
 def _view(
@@ -118,7 +113,7 @@ def _view(
     rows, cols, bits = region
     from qtensor.checkpoints.inspection.summary import view_tensor  # noqa: PLC0415
 
-    with _usage_errors():
+    with usage_errors():
         element = _numbers("--bits", bits, ",")
         chosen = (_numbers("--rows", rows, ":"), _numbers("--cols", cols, ":"))
         if element is not None:
@@ -128,13 +123,7 @@ def _view(
 
 
 def _numbers(option: str, text: str | None, separator: str) -> Any:
-    """Return the two numbers of an option such as ``0:8``; None without it.
-
-    Raises:
-        QTensorError: the text has another form.
-    """
-    from qtensor.core.errors import check  # noqa: PLC0415 - quick --help
-
+    """Return the two numbers of an option such as ``0:8``; None without it."""
     if text is None:
         return None
     parts = text.split(separator)
@@ -185,13 +174,13 @@ def convert(
         from qtensor.checkpoints.conversion.request import checked_format  # noqa: PLC0415
         from qtensor.checkpoints.saving import parse_size, writable  # noqa: PLC0415
 
-        with _usage_errors():
+        with usage_errors():
             writable(layout, dst)
             parse_size(shard_size)
             quantizer = None if format is None else checked_format(format)
-        with _progress(as_json) as progress:
+        with _progress(quiet=as_json) as progress:
             report = checkpoints.convert(src, dst, layout, quantizer, progress=progress, **options)
-        _show_report(report, as_json, every)
+        _show(report, as_json, every)
 
 
 def dequantize(
@@ -219,13 +208,13 @@ def dequantize(
         from qtensor.checkpoints.conversion.request import checked_dtype  # noqa: PLC0415
         from qtensor.checkpoints.saving import parse_size  # noqa: PLC0415
 
-        with _usage_errors():
+        with usage_errors():
             found = checked_dtype(dtype)
             parse_size(shard_size)
         rounding = None if ours else "origin"
-        with _progress(as_json) as progress:
+        with _progress(quiet=as_json) as progress:
             report = checkpoints.dequantize(src, dst, found, rounding, progress=progress, **options)
-        _show_report(report, as_json, every)
+        _show(report, as_json, every)
 
 
 def diff(
@@ -247,32 +236,18 @@ def diff(
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
 
         comparison = checkpoints.compare(a, b, (layout_a, layout_b))
-        if as_json:
-            _print_json(comparison.to_dict())
-        else:
-            from qtensor.cli import tables  # noqa: PLC0415
-
-            tables.show_comparison(comparison, every)
+        _show(comparison, as_json, every)
     if not comparison.equal:
         raise typer.Exit(1)
 
 
-def verify(
-    path: Source,
-    layout: Annotated[
-        str | None, typer.Option(metavar="L", help="Layout of the file, if not recognised.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def verify(path: Source, layout: FileLayout = None, as_json: AsJson = False) -> None:
     """Check structure, factors, values and checksums. The status is 1 if there is an error."""
     with plain_errors():
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
 
         found = checkpoints.verify(path, layout)
-        if as_json:
-            _print_json(found.to_dict())
-        else:
-            typer.echo(in_options(repr(found)))
+        _show(found, as_json, True)
     if not found.ok:
         raise typer.Exit(1)
 
@@ -309,12 +284,11 @@ def report(
     """Write one HTML page about the weights: errors, heat map, codes, factors, worst blocks."""
     with plain_errors("--layout or --against-layout"):
         from qtensor import reporting  # noqa: PLC0415 - quick --help
-        from qtensor.core.errors import fail  # noqa: PLC0415
 
         if output.exists() and not overwrite:
             fix = "Choose another path, or pass overwrite=True"
             fail("model_report", "the report is a new file", f"{str(output)!r}, which exists", fix)
-        with _counted() as progress:
+        with _progress(counted=True) as progress:
             found = reporting.model_report(
                 path,
                 against=against,
@@ -343,42 +317,17 @@ def _options(
     }
 
 
-def _usage_errors() -> Any:
-    """Return a context in which an error of the library is a wrong call, with status 2."""
-    from contextlib import contextmanager  # noqa: PLC0415
-
-    from qtensor.core.errors import QTensorError  # noqa: PLC0415
-
-    @contextmanager
-    def context() -> Any:
-        try:
-            yield
-        except QTensorError as error:
-            raise typer.BadParameter(in_options(str(error))) from error
-
-    return context()
-
-
-def _progress(quiet: bool) -> Any:
+def _progress(**options: bool) -> AbstractContextManager[Any]:
     from qtensor.cli import tables  # noqa: PLC0415 - rich.progress is slow to import
 
-    return tables.progress_bar(quiet)
+    return tables.progress_bar(**options)
 
 
-def _counted() -> Any:
-    from qtensor.cli import tables  # noqa: PLC0415 - rich.progress is slow to import
-
-    return tables.counted_bar()
-
-
-def _show_report(report: Any, as_json: bool, every: bool) -> None:
+def _show(found: Any, as_json: bool, every: bool) -> None:
+    """Print a result as JSON or as a table."""
     if as_json:
-        _print_json(report.to_dict())
+        typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
         return
-    from qtensor.cli import tables  # noqa: PLC0415
+    from qtensor.cli import tables  # noqa: PLC0415 - quick --help
 
-    tables.show_report(report, every)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+    tables.show(found, every)

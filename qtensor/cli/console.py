@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 _LOG_WIDTH = 110
@@ -26,6 +24,6 @@ def make_table(*columns: str) -> Table:
     for name in columns:
         right = name.startswith(">")
         # Folded: in a narrow terminal a name would else end in "...".
-        justify: Any = "right" if right else "left"
+        justify: JustifyMethod = "right" if right else "left"
         table.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
     return table

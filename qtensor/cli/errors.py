@@ -19,12 +19,7 @@ _ORIGIN = re.compile(r'with rounding="origin"')
 
 
 def in_options(message: str, layout: str = "--layout") -> str:
-    """Return a message of the library with options in place of the arguments of its functions.
-
-    Args:
-        message: such as "... Choose another path, or pass overwrite=True."
-        layout: the option that names the layout of the file in question.
-    """
+    """Return a message of the library with options in place of the arguments of its functions."""
     message = _ORIGIN.sub("without --ours", message)
     return _ARGUMENT.sub(lambda m: layout if m[1] == "layout" else f"--{m[1]}", message)
 
@@ -34,10 +29,7 @@ def plain_errors(layout: str = "--layout") -> Iterator[None]:
     """Print an error as one line on stderr, and show bugs with a traceback.
 
     The exit status is 2 if the input is wrong, and 1 if a compiler or a package is missing or
-    fails.
-
-    Args:
-        layout: the option that names the layout of the file that the command reads.
+    fails. ``layout`` is the option that names the layout of the file that the command reads.
     """
     try:
         yield
@@ -50,6 +42,15 @@ def plain_errors(layout: str = "--layout") -> Iterator[None]:
         message = f"error: this command needs the package {error.name}. "
         typer.secho(message + "Run: pip install 'qtensor[demo]'", fg="red", err=True)
         raise typer.Exit(1) from error
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Report an error of the library as a wrong call, with status 2."""
+    try:
+        yield
+    except QTensorError as error:
+        raise typer.BadParameter(in_options(str(error))) from error
 
 
 @contextmanager

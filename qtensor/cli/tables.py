@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
@@ -22,8 +24,11 @@ FEW = 20
 
 
 @contextmanager
-def progress_bar(quiet: bool) -> Iterator[Callable[[State], None] | None]:
-    """Show a bar with the rate and the time left on stderr; the value is the callback."""
+def progress_bar(*, quiet: bool = False, counted: bool = False) -> Iterator[Any]:
+    """Show a bar with the time left on stderr; the value is the callback.
+
+    It takes the state of a conversion; with ``counted``, the numbers and the name of a report.
+    """
     console = make_console(stderr=True)
     if quiet or not console.is_terminal:
         yield None
@@ -38,35 +43,23 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[State], None] | None]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None, rate="")
 
+        def count(done: int, total: int, name: str, rate: str = "") -> None:
+            bar.update(task, completed=done, total=total, rate=rate, description=escape(name))
+
         def show(state: State) -> None:
-            rate = f"{decimal(int(state.rate))}/s"
-            name = escape(state.name)
-            bar.update(task, completed=state.done, total=state.total, rate=rate, description=name)
+            count(state.done, state.total, state.name, f"{decimal(int(state.rate))}/s")
 
-        yield show
+        yield count if counted else show
 
 
-@contextmanager
-def counted_bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """Show a bar of finished tensors on stderr; the value is the callback."""
-    console = make_console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", style="dim"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, name: bar.update(
-            task, completed=done, total=total, description=escape(name)
-        )
+@functools.singledispatch
+def show(found: object, every: bool) -> None:
+    """Print a result as a table; without ``every``, at most ``FEW`` tensors."""
+    typer.echo(in_options(repr(found)))
 
 
-def show_summary(summary: Summary, every: bool) -> None:
+@show.register
+def _summary(summary: Summary, every: bool) -> None:
     """Print the description of a checkpoint."""
     console = make_console()
     _line(console, f"{summary.path}: layout {summary.layout}, {summary.container}")
@@ -94,7 +87,8 @@ def _rows(console: Console, summary: Summary) -> None:
     console.print(table)
 
 
-def show_tensor(tensor: TensorSummary) -> None:
+@show.register
+def _tensor(tensor: TensorSummary, every: bool) -> None:
     """Print the description of one tensor."""
     console = make_console()
     _line(console, f"{tensor.name}: {tensor.kind}, {_shape(tensor.shape)}, {tensor.dtype}")
@@ -113,7 +107,8 @@ def show_tensor(tensor: TensorSummary) -> None:
     )
 
 
-def show_report(report: ConversionReport, every: bool) -> None:
+@show.register
+def _report(report: ConversionReport, every: bool) -> None:
     """Print what a conversion did; without ``every``, the changed tensors with the worst SQNR."""
     console = make_console()
     shown: Sequence[Any] = report.tensors
@@ -144,7 +139,8 @@ def show_report(report: ConversionReport, every: bool) -> None:
     )
 
 
-def show_comparison(comparison: Comparison, every: bool) -> None:
+@show.register
+def _comparison(comparison: Comparison, every: bool) -> None:
     """Print how two checkpoints differ; without ``every``, the tensors that differ."""
     console = make_console()
     shown = [t for t in comparison.tensors if every or not t.result.startswith("equal")]

@@ -56,9 +56,6 @@ def cutlass() -> Any:
 
     It comes from ``QTENSOR_CUTLASS_PATH`` (a checkout's ``python`` folder) if that is set,
     otherwise from the installed packages.
-
-    Raises:
-        BuildError: it cannot be imported.
     """
     own = os.environ.get("QTENSOR_CUTLASS_PATH")
     if own:
@@ -75,11 +72,7 @@ def cutlass() -> Any:
 
 @functools.cache
 def version() -> str:
-    """Return the version of the CUTLASS headers that kernels are compiled with.
-
-    Raises:
-        BuildError: CUTLASS is missing.
-    """
+    """Return the version of the CUTLASS headers that kernels are compiled with."""
     try:
         header = (source_folder() / "include/cutlass/version.h").read_text()
         numbers = [header.split(f"#define CUTLASS_{part} ")[1].split()[0] for part in _PARTS]

@@ -111,11 +111,7 @@ class Kernel:
         return self._status(code).decode()
 
     def workspace(self, arguments: Arguments) -> int:
-        """Return the size in bytes of the workspace that a launch needs.
-
-        Raises:
-            QTensorError: the kernel cannot compute the product.
-        """
+        """Return the size in bytes of the workspace that a launch needs."""
         size = self._workspace(ctypes.addressof(arguments))
         if size < 0:
             got = f"m={arguments.m}, n={arguments.n}, k={arguments.k}: {self.status(-size)}"
@@ -213,14 +209,9 @@ class Launcher:
     """Launches one kernel for products of one size on one device; all but the pointers is prepared.
 
     A launcher may be used by several threads and inside a CUDA graph capture: it synchronizes
-    nothing and takes its workspace from torch's allocator.
-
-    Args:
-        kernel: kernel to launch.
-        sizes: (L, M, N, K).
-        device: device of the tensors.
-        alpha: factor of the product.
-        processors: number of multiprocessors of the device; read from the device if None.
+    nothing and takes its workspace from torch's allocator. The sizes are (L, M, N, K), and
+    ``alpha`` is the factor of the product. The number of processors is read from the device if
+    None.
 
     Raises:
         QTensorError: the kernel cannot compute products of these sizes.
@@ -246,11 +237,8 @@ class Launcher:
     def __call__(self, tensors: Tensors, beta: float = 0.0) -> None:
         """Check the tensors and launch.
 
-        Args:
-            tensors: operands and result.
-            beta: factor of the values that ``tensors.out`` holds; 0 for kernels that cannot
-                accumulate.
-
+        ``beta`` is the factor of the values that ``tensors.out`` holds; 0 for kernels that cannot
+        accumulate.
 
         Raises:
             QTensorError: the tensors or ``beta`` do not fit the kernel, or the launch failed.

@@ -96,10 +96,7 @@ def build_all(
 ) -> list[Path]:
     """Build kernels in parallel, as many at once as processors and free memory allow.
 
-    Args:
-        specs: kernels to build.
-        jobs: upper limit of builds that run at once.
-        progress: called after each build with its spec and its library or error.
+    ``progress`` is called after each build with its spec and its library or error.
 
     Returns:
         Paths of the libraries, in the order of ``specs``.

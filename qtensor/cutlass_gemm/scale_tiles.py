@@ -1,4 +1,4 @@
-"""Memory layout of block scale factors: offsets and buffer shapes as pure functions of sizes.
+"""Memory layout of block scale factors: buffer shapes as pure functions of sizes.
 
 The kernels read these layouts, and the storages write them.
 """
@@ -17,17 +17,6 @@ BLOCK = 128
 """Number of elements along K that share one blockwise factor."""
 
 
-def swizzled_offset(row: int, column: int, columns: int) -> int:
-    """Return the offset of the factor of block ``column`` of ``row``; a row has ``columns`` blocks.
-
-    This is the layout of cuBLAS and CUTLASS for block-scaled operands (docs/numerics.md, "Swizzled
-    factors"): tiles of 128x4 in row-major order.
-    """
-    tile = row // TILE_ROWS * ceil_div(columns, TILE_COLUMNS) + column // TILE_COLUMNS
-    inner = row % 32 * 16 + row % TILE_ROWS // 32 * TILE_COLUMNS + column % TILE_COLUMNS
-    return tile * TILE_ROWS * TILE_COLUMNS + inner
-
-
 def swizzled_count(rows: int, columns: int) -> int:
     """Return the number of entries of the swizzled buffer, which holds whole tiles."""
     return round_up(rows, TILE_ROWS) * round_up(columns, TILE_COLUMNS)
@@ -44,11 +33,3 @@ def blockwise_shape(rows: int, k: int, block_rows: int) -> tuple[int, int]:
     if block_rows == 1:
         return blocks, round_up(rows, 4)
     return ceil_div(rows, block_rows), round_up(blocks, 4)
-
-
-def blockwise_offset(row: int, block: int, shape: tuple[int, int], block_rows: int) -> int:
-    """Return the offset of the factor of ``block`` along K in ``row``.
-
-    ``shape`` is the buffer's shape, as ``blockwise_shape`` returns it.
-    """
-    return block * shape[1] + row if block_rows == 1 else row // block_rows * shape[1] + block

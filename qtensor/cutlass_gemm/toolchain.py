@@ -7,12 +7,11 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtensor.build.compilers import Compiler
+from qtensor.build.compilers import Compiler, version_lines
 from qtensor.core.errors import CompilerNotFound, fail
 
 VARIABLE = "QTENSOR_NVCC"
@@ -23,7 +22,6 @@ USUAL = Path("/usr/local/cuda/bin/nvcc")
 """The path at which CUDA toolkits install nvcc by default."""
 
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
-_TIME_LIMIT = 60.0
 _FIX = (
     "Install a CUDA toolkit, or run pip install 'qtensor[cutlass-build]' (CUDA 13), or set "
     f"{VARIABLE} to an nvcc"
@@ -97,24 +95,14 @@ def _nvcc_paths() -> Iterator[tuple[str, Path]]:
 @functools.cache
 def _probe(path: str) -> Nvcc | str:
     """Return the nvcc at ``path``, or the reason why it cannot be used."""
-    try:
-        completed = subprocess.run(
-            (path, "--version"),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TIME_LIMIT,
-            check=False,
-        )
-    except OSError as error:
-        return f"{path} does not start ({error.strerror or error})"
-    except subprocess.TimeoutExpired:
-        return f"{path} gave no version within {_TIME_LIMIT:g} s"
-    release = _RELEASE.search(completed.stdout)
-    if completed.returncode or release is None:
-        return f"{path} --version printed no release (status {completed.returncode})"
-    version = completed.stdout.strip().splitlines()[-1]
-    compiler = Compiler(os.path.abspath(path), version, (), ("-Xcompiler=-fPIC",), VARIABLE)
+    found = version_lines((path,))
+    if isinstance(found, str):
+        return f"{path} {found}"
+    status, lines = found
+    release = _RELEASE.search("\n".join(lines))
+    if status or release is None:
+        return f"{path} --version printed no release (status {status})"
+    compiler = Compiler(os.path.abspath(path), lines[-1], (), ("-Xcompiler=-fPIC",), VARIABLE)
     # The wheels store libraries in lib, but nvcc searches lib64.
     lib = Path(os.path.realpath(path)).parents[1] / "lib"
     flags = (f"-L{lib}",) if (lib / "libcudart_static.a").exists() else ()

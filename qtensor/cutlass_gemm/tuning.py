@@ -130,9 +130,6 @@ def select(arch: str | None = None, recipe: str | None = None) -> tuple[KernelSp
     Args:
         arch: for example "sm_90a"; "90a" and "90" mean the same.
         recipe: one of ``RECIPES``.
-
-    Raises:
-        QTensorError: the architecture or recipe is unknown, or no kernel serves the pair.
     """
     if arch is not None:
         arch = f"sm_{arch.removeprefix('sm_').removesuffix('a')}a"

@@ -113,7 +113,7 @@ class Comparison:
 def compare(
     model_a: nn.Module,
     model_b: nn.Module,
-    inputs: Any,
+    inputs: object,
     layers: str | Iterable[str] | None = None,
 ) -> Comparison:
     """Return how the outputs of two models and of their layers differ.
@@ -171,7 +171,7 @@ def compare(
     return result
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments of a call."""
     if isinstance(batch, Tensor):
         return (batch,), {}
@@ -179,16 +179,13 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(batch)
     rule = "an input must be a tensor, a tuple of arguments or a mapping of keyword arguments"
     got = type(batch).__name__
-    check(isinstance(batch, tuple), OP, rule, got, "Pass one of these", ArgumentTypeError)
+    if not isinstance(batch, tuple):
+        fail(OP, rule, got, "Pass one of these", ArgumentTypeError)
     return batch, {}
 
 
 def _modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of a model to compare, by name.
-
-    Raises:
-        QTensorError: a pattern matches no module.
-    """
+    """Return the modules of a model to compare, by name."""
     # A sequence does not call its operations one by one, and refuses hooks on them.
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -222,8 +219,7 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
     # Without Dynamo nothing is compiled, and importing it takes seconds.
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
-    context: Any = torch.compiler.set_stance("force_eager")
-    return context
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager
@@ -233,7 +229,7 @@ def _hooked(
     """Call ``take(name, output)`` with the first tensor that each module returns."""
 
     def hook_of(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
+        def hook(_: nn.Module, __: object, output: object) -> None:
             tensor = _first_tensor(output)
             if tensor is not None:
                 take(name, tensor)
@@ -247,7 +243,10 @@ def _hooked(
 
 
 def _run_kept(
-    model: nn.Module, modules: Mapping[str, nn.Module], args: Any, kwargs: Any
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[dict[str, list[Tensor]], Tensor | None]:
     """Run a model; return copies of the outputs of its modules by name, and of its logits."""
     outputs: dict[str, list[Tensor]] = {}
@@ -269,7 +268,7 @@ def _comparer(
     return take
 
 
-def _first_tensor(output: Any) -> Tensor | None:
+def _first_tensor(output: object) -> Tensor | None:
     """Return a copy on the CPU of the first floating tensor of an output; None without one."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
@@ -283,7 +282,7 @@ def _first_tensor(output: Any) -> Tensor | None:
     return output.detach().to("cpu", copy=True)
 
 
-def _logits(output: Any) -> Tensor | None:
+def _logits(output: object) -> Tensor | None:
     named = output.get("logits") if isinstance(output, Mapping) else None
     found = getattr(output, "logits", None) if named is None else named
     return _first_tensor(output if found is None else found)

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.errors import DtypeError, check
+from qtensor.core.formats import Dim, Element
 from qtensor.reference.blocks import to_blocks
 from qtensor.reference.elements import code_values
 from qtensor.storage.base import QuantizedTensorStorage
@@ -110,11 +112,7 @@ class RunningErrors:
     def add(self, x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> Tensor:
         """Add a chunk of rows to the totals and return its absolute errors.
 
-        Args:
-            x: original values, (rows, K).
-            decoded: dequantized values, (rows, K) float32.
-            factor: decode factor of each element, (rows, K) float32.
-            largest: largest magnitude of the element.
+        ``compare_chunk`` explains the arguments.
 
         Returns:
             (rows, K) float64, 0 for values that are not finite.
@@ -159,10 +157,6 @@ def kl_divergences(reference: Tensor, output: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence of two softmaxes at each position, in nats.
 
     ``sum p (log p - log q)`` over the last dim, with p of the reference and q of the output.
-
-    Args:
-        reference: logits (..., classes).
-        output: logits of the same shape.
 
     Returns:
         (...,) float64.
@@ -214,51 +208,38 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     Raises:
         QTensorError: ``q`` is not quantized, or the shapes differ.
     """
-    check(
-        isinstance(q, QuantizedTensorStorage),
-        "error_report",
-        "the second argument must be quantized",
-        type(q).__name__,
-        "Pass qtensor.quantize(x, fmt)",
-    )
-    check(
-        isinstance(x, torch.Tensor) and x.is_floating_point(),
-        "error_report",
-        "the first argument must be the floating tensor that was quantized",
-        getattr(x, "dtype", type(x).__name__),
-        "Pass the original",
-        DtypeError,
-    )
-    check(
-        tuple(x.shape) == tuple(q.shape),
-        "error_report",
-        "shapes must be equal",
-        f"{tuple(x.shape)} and {tuple(q.shape)}",
-        "Pass the tensor that was quantized",
-    )
+    op, rule = "error_report", "the second argument must be quantized"
+    fix = "Pass qtensor.quantize(x, fmt)"
+    check(isinstance(q, QuantizedTensorStorage), op, rule, type(q).__name__, fix)
+    rule = "the first argument must be the floating tensor that was quantized"
+    right, got = isinstance(x, torch.Tensor), getattr(x, "dtype", type(x).__name__)
+    check(right and x.is_floating_point(), op, rule, got, "Pass the original", DtypeError)
+    same, got = tuple(x.shape) == tuple(q.shape), f"{tuple(x.shape)} and {tuple(q.shape)}"
+    check(same, op, "shapes must be equal", got, "Pass the tensor that was quantized")
+    quantizer = quantizer_of(q)
     rows, cols = rows_cols(x.shape)
     source = (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x).detach()
     source = source.reshape(rows, cols)
     decoded = q.dequantize(torch.float32).detach().reshape(rows, cols)
     factor = decode_factors(q).reshape(rows, cols)
-    block = q._quantizer.value_block or (1, max(cols, 1))
+    block = quantizer.value_block or (1, max(cols, 1))
     sums, worst = RunningErrors(), _Worst(block)
     # Small chunks stay in cache; full-size float64 temporaries cost more than the arithmetic.
     step = max(block[0], CHUNK // max(cols, 1) // block[0] * block[0])
     for start in range(0, rows if cols else 0, step):
         chunk = slice(start, start + step)
-        error = sums.add(source[chunk], decoded[chunk], factor[chunk], q._quantizer.element.max)
+        error = sums.add(source[chunk], decoded[chunk], factor[chunk], quantizer.element.max)
         worst.add(source[chunk], error, start)
     numel = max(x.numel(), 1)
     nothing_compared = sums.not_finite == numel
     return ErrorReport(
-        quantizer=q._quantizer.canonical,
+        quantizer=quantizer.canonical,
         shape=tuple(x.shape),
         bits_per_value=8 * q.nbytes / numel,
         sqnr_db=math.nan if nothing_compared else decibel(sums.signal, sums.noise),
         max_abs_error=math.nan if nothing_compared else sums.max_abs,
         max_rel_error=math.nan if nothing_compared else sums.max_rel,
-        saturated=sums.saturated / numel if q._quantizer.factors_are_local else math.nan,
+        saturated=sums.saturated / numel if quantizer.factors_are_local else math.nan,
         flushed_to_zero=sums.flushed / numel,
         not_finite=sums.not_finite,
         scale_min=sums.scale_min if sums.scale_min < math.inf else math.nan,
@@ -267,27 +248,25 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     )
 
 
-def decode_factors(q: Any) -> Tensor:
+def decode_factors(q: QuantizedTensorStorage) -> Tensor:
     """Return the product of all factors of each element, which is the decoded value of code 1.0.
-
-    Args:
-        q: quantized tensor or storage.
 
     Returns:
         A float32 tensor of the logical shape; NaN for rotated data.
     """
-    element = q._quantizer.element
+    quantizer = quantizer_of(q)
     buffers = []
-    for slot, buffer in zip(q._quantizer.slots, q.buffers(), strict=True):
+    for slot, buffer in zip(quantizer.slots, q.buffers(), strict=True):
         is_codes = slot.name.endswith(("_data", "_transpose"))
-        buffers.append(_fill_with_ones(buffer, slot.dims, element) if is_codes else buffer)
-    if not q._quantizer.factors_are_local:
+        ones = _fill_with_ones(buffer, slot.dims, quantizer.element) if is_codes else buffer
+        buffers.append(ones)
+    if not quantizer.factors_are_local:
         # The factors apply before the inverse rotation, which mixes elements.
         return torch.full(q.shape, math.nan, dtype=torch.float32, device=q.device)
     return with_buffers(q, buffers, origin=FRESH).dequantize(torch.float32)
 
 
-def _fill_with_ones(buffer: Tensor, dims: tuple[Any, ...], element: Any) -> Tensor:
+def _fill_with_ones(buffer: Tensor, dims: tuple[Dim, ...], element: Element) -> Tensor:
     """Return a buffer of codes of 1.0, of the shape and packing of ``buffer``."""
     one = code_values(element).index(1.0)
     packed = next((i for i, d in enumerate(dims) if d.units == 3), None)
@@ -324,10 +303,7 @@ class _Worst:
     def add(self, x: Tensor, error: Tensor, row: int) -> None:
         """Add the worst blocks of a chunk of rows.
 
-        Args:
-            x: original values, (rows, K).
-            error: absolute errors, (rows, K) float64.
-            row: first row of the chunk.
+        ``row`` is the first row of the chunk; ``x`` and ``error`` are (rows, K).
         """
         values = torch.where(x.isfinite(), x, 0).double()
         signal = to_blocks(values, *self.block).square().sum((1, 3))

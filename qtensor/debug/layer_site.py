@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class LayerSite(NamedTuple):
     def take(
         self,
         role: str,
-        x: Any,
+        x: Tensor | Quantized | QuantizedTensorStorage,
         quantizer: str = "",
         scale: Tensor | None = None,
         splits: tuple[Shape, Tensor | None, int] | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -83,7 +83,7 @@ def clean_name(name: str) -> str:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is transformers' ``Conv1D``: a linear layer with a (K, N) weight."""
-    library: Any = sys.modules.get("transformers.pytorch_utils")
+    library = sys.modules.get("transformers.pytorch_utils")
     return library is not None and isinstance(module, library.Conv1D)
 
 
@@ -108,11 +108,9 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
             yield from _operation_layers(name, module, module)
         elif isinstance(module, QuantizedModule):
             inside |= set(module.modules())
-            if isinstance(module, GroupedLinear):
-                names = tuple([f"weight{i}" for i in range(module.num_gemms)])
-                yield Layer(name, module, names, "module")
-            else:
-                yield Layer(name, module, tuple(module._states), "module")
+            grouped = isinstance(module, GroupedLinear)
+            names = _weights_of(module) if grouped else tuple(module._states)
+            yield Layer(name, module, names, "module")
         else:
             own = dict(module.named_parameters(recurse=False))
             quantized = [n for n, p in own.items() if isinstance(p, QuantizedTensorStorage)]
@@ -144,7 +142,7 @@ def _operation_layers(name: str, operation: FusibleOperation, owner: nn.Module) 
         yield Layer(name, operation, (), "operation", owner, basic)
 
 
-def _weights_of(op: Any) -> tuple[str, ...]:
+def _weights_of(op: nn.Module) -> tuple[str, ...]:
     if isinstance(op, GroupedLinear):
         return tuple([f"weight{i}" for i in range(op.num_gemms)])
     return ("weight",)

@@ -236,10 +236,8 @@ class Log:
     ) -> None:
         """Connect the log to a recorder that begins.
 
-        Args:
-            current: returns the records of the step that is not finished.
-            advance: ends the step.
-            lines: an open file for lines of JSON.
+        ``current`` returns the records of the unfinished step, ``advance`` ends it, and ``lines``
+        is an open file.
         """
         self._current, self._advance, self._lines = current, advance, lines
 
@@ -258,11 +256,7 @@ def _first_not_finite(records: Iterable[Record]) -> Record | None:
 
 
 def known_role(op: str, role: object) -> str:
-    """Return ``role`` if it is the name of a role.
-
-    Raises:
-        QTensorError: it is not; the message lists the names.
-    """
+    """Return ``role`` if it is the name of a role."""
     rule = f"a role is one of {', '.join(ROLES)}"
     check(role in ROLES, op, rule, repr(role), "Choose one")
     return str(role)
@@ -274,7 +268,7 @@ def json_line(record: Record) -> str:
     return json.dumps(values, allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value

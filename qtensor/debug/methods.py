@@ -50,9 +50,7 @@ def _check_free(module: nn.Module, free: bool) -> None:
 def set_sites(module: Any, sites: dict[str, LayerSite]) -> Callable[[], None]:
     """Make the layers of a module tell sites of their tensors; return a function that undoes it.
 
-    Args:
-        module: a ``QuantizedModule``.
-        sites: name of a weight -> its site. The weights of a grouped layer share a state.
+    ``sites`` has a site for each weight; those of a grouped layer share a state.
 
     Raises:
         QTensorError: the module is being recorded already.
@@ -115,10 +113,9 @@ def recording_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     if not args and "input" in kwargs:
         args, kwargs = (kwargs["input"],), {n: v for n, v in kwargs.items() if n != "input"}
-    x = args[0] if args else None
-    has_input = isinstance(x, Tensor) and x.is_floating_point()
+    has_input = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
     if has_input:
-        args = (watch(x, "grad_input", site), *args[1:])
+        args = (watch(args[0], "grad_input", site), *args[1:])
     if state.previous is not None:
         out = state.previous(*args, **kwargs)
     else:
@@ -133,13 +130,13 @@ def recording_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output(out, site) if isinstance(out, Tensor) else out
 
 
-def output(out: Any, site: LayerSite) -> Any:
+def output(out: Tensor, site: LayerSite) -> Tensor:
     """Record the output (..., N) and return it; backward records its gradient."""
     site.take("output", out)
     return watch(out, "grad_output", site)
 
 
-def watch(x: Any, role: str, site: LayerSite) -> Any:
+def watch(x: Tensor, role: str, site: LayerSite) -> Tensor:
     """Return ``x``; backward records its gradient."""
     plain = not isinstance(x, QuantizedTensorStorage)
     if role in site.roles and plain and torch.is_grad_enabled() and x.requires_grad:
@@ -165,7 +162,7 @@ class WatchGradient(torch.autograd.Function):
         return grad, None, None
 
 
-def gradient_hooks(parameter: Any, site: LayerSite, transposed: bool) -> list[Any]:
+def gradient_hooks(parameter: Tensor, site: LayerSite, transposed: bool) -> list[Any]:
     """Record the gradient (N, K) of a parameter, or (K, N) if ``transposed``; return the hooks.
 
     The gradient of a sharded parameter (FSDP2) does not come from autograd: FSDP sets ``grad`` and

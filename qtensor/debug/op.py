@@ -6,21 +6,24 @@ to that tensor, so that no compiler drops the op or changes the order of such op
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from qtensor.api import parsed
 from qtensor.core.buffer_shapes import Shape, rows_cols
 from qtensor.core.errors import check
-from qtensor.core.quantizer_registry import parse
 from qtensor.core.torch_state import in_backward
 from qtensor.debug.log import ROLES, known_role
 from qtensor.library.checks import check_one
 from qtensor.library.define import Written, below_autograd, leaf_op, no_outputs
 from qtensor.library.ragged import Groups
+from qtensor.storage.base import QuantizedTensorStorage
 
 FORWARD_ROLES = ROLES[:3]
+Values = Tensor | QuantizedTensorStorage
+"""A plain or quantized tensor that is recorded."""
 
 
 class Sink(Protocol):
@@ -37,7 +40,7 @@ class Sink(Protocol):
         """Return whether a tensor of the site is recorded in this step."""
 
     def receive(
-        self, site: int, role: str, values: Any, quantizer: str, scale: Tensor | None
+        self, site: int, role: str, values: Values, quantizer: str, scale: Tensor | None
     ) -> None:
         """Take a plain or quantized tensor of the site."""
 
@@ -88,9 +91,9 @@ def _record_fill(_: None, args: RecordTensorArgs) -> None:
     if args.role in FORWARD_ROLES and in_backward():
         return
     with below_autograd():
-        values: Any = args.buffers[0]
+        values: Values = args.buffers[0]
         if args.stored:
-            quantizer: Any = parse(args.stored)
+            quantizer = parsed(args.stored)
             values = quantizer.assemble(args.buffers, args.shape, torch.float32, bare=True)
         sink.receive(site, args.role, values, args.quantizer, args.scale)
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from qtensor import api
 from qtensor.core.errors import ArgumentTypeError, QTensorError, check, fail
-from qtensor.core.quantizer_registry import parse
 from qtensor.core.texts import some
 from qtensor.debug.layer_site import LayerSite, joined
 from qtensor.debug.layers import Layer, clean_name, find_layers, is_conv1d, unwrapped
 from qtensor.debug.log import ROLES, Entry, Log, Record, known_role
 from qtensor.debug.methods import Counted, Recorded, gradient_hooks, replace_forward, set_sites
-from qtensor.debug.op import SINKS
+from qtensor.debug.op import SINKS, Values
 from qtensor.debug.sequences import RecordedFuser, replace_fusers
 from qtensor.debug.statistics import Columns, measure, totals_of
 from qtensor.quantizers import Quantizer
@@ -76,14 +75,10 @@ def record(
     Raises:
         QTensorError: a pattern matches no layer, or a role, format or number is not legal.
     """
-    check(
-        isinstance(model, nn.Module),
-        OP,
-        "the model must be a torch.nn.Module",
-        type(model).__name__,
-        "Pass the module, not a function or its state",
-        ArgumentTypeError,
-    )
+    rule = "the model must be a torch.nn.Module"
+    fix = "Pass the module, not a function or its state"
+    got = type(model).__name__
+    check(isinstance(model, nn.Module), OP, rule, got, fix, ArgumentTypeError)
     for name, number in (("every", every), ("keep", keep)):
         good = isinstance(number, int) and not isinstance(number, bool) and number > 0
         check(good, OP, f"{name} must be a positive integer", repr(number), "Fix it")
@@ -129,11 +124,7 @@ def _formats(format: Formats | None) -> dict[str, str] | None:
 
 
 def choose_layers(model: nn.Module, patterns: str | Iterable[str], op: str = OP) -> list[Layer]:
-    """Return the layers of a model whose names match one of the patterns.
-
-    Raises:
-        QTensorError: a pattern matches none; the message names some layers.
-    """
+    """Return the layers of a model whose names match one of the patterns."""
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     found = list(find_layers(model))
     rule = "the model must have a linear layer, a module of qtensor or a quantized parameter"
@@ -222,7 +213,7 @@ class Recorder:
                 undo.callback(replace_forward(layer.module, recorded))
             elif layer.kind == "module":
                 undo.callback(set_sites(layer.module, weights))
-            else:
+            elif layer.owner is not None:
                 if id(layer.owner) not in fusers:
                     fusers[id(layer.owner)], restore = replace_fusers(layer.owner)
                     undo.callback(restore)
@@ -243,7 +234,7 @@ class Recorder:
         self, layer: Layer, weight: str, site: LayerSite, state: Mapping[str, Any], undo: ExitStack
     ) -> None:
         """Record the gradient of a weight, and find the values that it was quantized from."""
-        parameter: Any = getattr(layer.module, weight)
+        parameter = getattr(layer.module, weight)
         if isinstance(parameter, QuantizedTensorStorage):
             name = f"{layer.name}.{weight}" if layer.name else weight
             high = state.get(name, getattr(parameter, "_high_precision_init_val", None))
@@ -265,7 +256,7 @@ class Recorder:
         for layer in self._layers:
             for weight in layer.weights:
                 name = f"{layer.name}.{weight}" if layer.name else weight
-                parameter: Any = getattr(layer.module, weight)
+                parameter = getattr(layer.module, weight)
                 if isinstance(parameter, QuantizedTensorStorage):
                     shape = tuple(state[name].shape) if name in state else "no such tensor"
                     rule = f"the reference must hold {name} of shape {tuple(parameter.shape)}"
@@ -295,10 +286,10 @@ class Recorder:
         return role != "weight" or site not in self._weights
 
     def receive(
-        self, site: int, role: str, values: Any, quantizer: str, scale: Tensor | None
+        self, site: int, role: str, values: Values, quantizer: str, scale: Tensor | None
     ) -> None:
         """Take a tensor: compute its statistics on its device, without waiting for it."""
-        found: Any = parse(quantizer) if quantizer else None
+        found = api.parsed(quantizer) if quantizer else None
         if found is not None and found.rowwise and found.columnwise:
             found = found.with_usage(columnwise=False)
         reference = self._references.get(site) if role == "weight" else None

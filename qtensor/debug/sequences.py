@@ -12,18 +12,19 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtensor.debug.layer_site import LayerSite
 from qtensor.debug.layers import Layer, find_layers
+from qtensor.functional.grouped.args import GroupedFwdArgs
 from qtensor.functional.linear.saved import with_tensors
 from qtensor.ops.fused import fusions_of_users
 from qtensor.ops.fuser import OperationFuser, fuse_nothing, run_plan
 from qtensor.ops.fusions import fuse
 from qtensor.ops.grouped_linear import GroupedLinear
-from qtensor.ops.handover import Unrounded
+from qtensor.ops.handover import Unrounded, Value
 from qtensor.ops.linear import BasicLinear, LinearCall
-from qtensor.ops.sequence_plan import SequencePlan, WatchedStep
+from qtensor.ops.sequence_plan import BackwardStep, ForwardStep, SequencePlan, WatchedStep
 from qtensor.ops.sequential import Sequential
 
 
@@ -34,7 +35,7 @@ class Slot:
         self.site: LayerSite | None = None
         self.has_product = bool(layer.weights)
 
-    def take(self, role: str, x: Any) -> None:
+    def take(self, role: str, x: Value | None) -> None:
         """Record a tensor, or a value that operations pass to each other."""
         if self.site is not None and x is not None:
             self.site.take(role, x.sums if isinstance(x, Unrounded) else x)
@@ -53,7 +54,7 @@ class RecordedFuser(OperationFuser):
             if span:
                 self.slots[span[0], span[-1]] = Slot(layer)
 
-    def __call__(self, input: Any, *extra_inputs: Tensor) -> Any:
+    def __call__(self, input: Tensor, *extra_inputs: Tensor) -> Any:
         """Return the output, followed by the extra outputs that go to the caller."""
         first = next((slot.site for slot in self.slots.values() if slot.site is not None), None)
         if first is None or first.is_idle():
@@ -80,7 +81,7 @@ class RecordedFuser(OperationFuser):
             steps = fuse(self.ops, keys, first, fusions_of_users())
         return SequencePlan(self.ops, steps, False, run_plan).watched(self._recorded)
 
-    def _recorded(self, step: Any) -> RecordedStep:
+    def _recorded(self, step: ForwardStep | BackwardStep) -> RecordedStep:
         enters = next((s for (i, _), s in self.slots.items() if i == step.first), None)
         leaves = next((s for (_, i), s in self.slots.items() if i == step.last), None)
         within = next((s for (i, j), s in self.slots.items() if i <= step.first <= j), None)
@@ -95,11 +96,8 @@ class RecordedFuser(OperationFuser):
 class RecordedStep(WatchedStep):
     """A step of a plan: calls an operation, and records what enters and what leaves it.
 
-    Args:
-        op: the operation.
-        enters: the layer whose input the operation gets, if the step records it.
-        leaves: the layer whose output the operation returns, if the step records it.
-        product: the layer of a product, which tells of its operands itself.
+    It records the input of ``enters`` and the output of ``leaves``; ``product`` is the layer of a
+    product, which tells of its operands itself.
     """
 
     def __init__(
@@ -132,14 +130,14 @@ class RecordedStep(WatchedStep):
             self.enters.take("grad_input", result[0])
         return result
 
-    def _forward(self, input: Any, out: Any) -> None:
+    def _forward(self, input: Value, out: Value) -> None:
         if self.enters is not None:
             self.enters.take("input", input)
         if self.leaves is not None:
             self.leaves.take("output", out)
 
 
-def telling(call: Any, site: LayerSite | None) -> Any:
+def telling(call: LinearCall | GroupedFwdArgs, site: LayerSite | None) -> Any:
     """Return the arguments of a product that tells a site of its tensors."""
     if isinstance(call, LinearCall):
         return call._replace(site=site)
@@ -151,7 +149,7 @@ def telling(call: Any, site: LayerSite | None) -> Any:
 # ---- install
 
 
-def replace_fusers(owner: Any) -> tuple[list[RecordedFuser], Callable[[], None]]:
+def replace_fusers(owner: nn.Module) -> tuple[list[RecordedFuser], Callable[[], None]]:
     """Make a module run its operations by fusers that record.
 
     Returns:
@@ -173,14 +171,14 @@ def replace_fusers(owner: Any) -> tuple[list[RecordedFuser], Callable[[], None]]
     return fusers, restore
 
 
-def _replace_forward(operation: Any) -> tuple[list[RecordedFuser], Callable[[], None]]:
+def _replace_forward(operation: nn.Module) -> tuple[list[RecordedFuser], Callable[[], None]]:
     """Make an operation that is called alone run by a fuser that records, as ``replace_fusers``."""
     own = operation.__dict__
     if "_alone" not in own:
         own["_alone"] = _twin(OperationFuser([operation]), list(find_layers(operation)))
     before, fuser = own.get("forward"), own["_alone"]
 
-    def forward(self: Any, input: Any, *extra_inputs: Tensor) -> Any:
+    def forward(self: Any, input: Tensor, *extra_inputs: Tensor) -> Any:
         return self._alone(input, *extra_inputs)
 
     own["forward"] = types.MethodType(forward, operation)
@@ -196,7 +194,7 @@ def _replace_forward(operation: Any) -> tuple[list[RecordedFuser], Callable[[], 
 
 
 def _twin(fuser: OperationFuser, layers: Sequence[Layer]) -> RecordedFuser:
-    if fuser.recorded is None:
-        fuser.recorded = RecordedFuser(fuser, layers)
-    twin: RecordedFuser = fuser.recorded
+    twin = fuser.recorded
+    if not isinstance(twin, RecordedFuser):
+        fuser.recorded = twin = RecordedFuser(fuser, layers)
     return twin

@@ -22,6 +22,7 @@ OUTLIER = 10.0
 The median is over the columns whose maximum is not zero.
 """
 
+Number = float | Tensor
 _CHUNK_ON_CPU, _CHUNK = 1 << 18, 1 << 24
 """Elements that are compared at a time: small chunks stay in the cache of a CPU."""
 
@@ -64,8 +65,7 @@ class Totals(NamedTuple):
     def plus(self, later: Totals) -> Totals:
         """Return the statistics of both.
 
-        Args:
-            later: statistics whose columns were counted with those of the calls before.
+        The columns of ``later`` were counted with those of the calls before.
         """
         sums = [a + b for a, b in zip(self, later, strict=True)]
         return Totals(*sums)._replace(
@@ -182,7 +182,7 @@ class _Sums:
         self.device = device = x.device
         self.on_cpu = device.type == "cpu"
         # On a CPU these are numbers, elsewhere scalars on the device, which nothing waits for.
-        self.total: dict[str, Any] = dict.fromkeys(_ADDED, 0.0)
+        self.total: dict[str, Number] = dict.fromkeys(_ADDED, 0.0)
         self.scale_min: Any = math.inf
         self.scale_max: Any = -math.inf
         if not self.on_cpu:
@@ -193,7 +193,7 @@ class _Sums:
         self.column_max = torch.zeros(columns, dtype=x.dtype, device=device)
         self.used = torch.zeros(columns, dtype=torch.bool, device=device)
 
-    def count(self, name: str, value: Any) -> None:
+    def count(self, name: str, value: Number) -> None:
         """Add a number, or a scalar on the device."""
         self.total[name] += float(value) if self.on_cpu else value
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, check, fail
-from qtensor.core.formats import Element
+from qtensor.core.formats import Dim, Element
 from qtensor.debug.error_report import decode_factors
 from qtensor.reference.elements import code_values, unpack_pairs, unpack_quads
 from qtensor.storage.base import QuantizedTensorStorage
@@ -134,7 +135,7 @@ class View:
 
 
 def show(
-    q: Any,
+    q: Tensor | QuantizedTensorStorage,
     rows: Region = None,
     cols: Region = None,
     bits: bool | tuple[int, int] = False,
@@ -159,10 +160,9 @@ def show(
         QTensorError: ``q`` is not quantized or has no data, ``original`` has another shape, or the
             region is empty, too large or outside of the tensor.
     """
-    right = isinstance(q, QuantizedTensorStorage)
-    fix = "Pass qtensor.quantize(x, fmt)"
-    rule = "the tensor must be quantized"
-    check(right, OP, rule, type(q).__name__, fix, ArgumentTypeError)
+    if not isinstance(q, QuantizedTensorStorage):
+        rule, fix = "the tensor must be quantized", "Pass qtensor.quantize(x, fmt)"
+        fail(OP, rule, type(q).__name__, fix, ArgumentTypeError)
     check(q.device.type != "meta", OP, "the tensor must have data", "a meta tensor", "Load it")
     total = rows_cols(q.shape)
     row_range = _range("rows", rows, total[0], _ROWS)
@@ -183,13 +183,10 @@ def show(
         check(isinstance(original, Tensor) and original.shape == q.shape, OP, rule, got, fix)
         part = original.detach().reshape(total)[_slice(row_range), _slice(col_range)]
         originals = part.float().tolist()
-    part, first = _rows_of(q, row_range)
-    quantizer = q._quantizer
-    shape = rows_cols(part.shape)
-    at = (
-        slice(row_range.start - first, row_range.stop - first),
-        _slice(col_range),
-    )
+    shown, first = _rows_of(q, row_range)
+    quantizer = quantizer_of(q)
+    shape = rows_cols(shown.shape)
+    at = slice(row_range.start - first, row_range.stop - first), _slice(col_range)
     block = quantizer.value_block
     name = "x".join(map(str, q.shape)) or "scalar"
     blocks = "" if block is None else f", blocks of {block[0]}x{block[1]}"
@@ -199,9 +196,9 @@ def show(
         rows=row_range,
         cols=col_range,
         block=block,
-        codes=codes_of(part)[at].tolist(),
-        values=part.dequantize(torch.float32).detach().reshape(shape)[at].tolist(),
-        factors=decode_factors(part).reshape(shape)[at].tolist(),
+        codes=codes_of(shown)[at].tolist(),
+        values=shown.dequantize(torch.float32).detach().reshape(shape)[at].tolist(),
+        factors=decode_factors(shown).reshape(shape)[at].tolist(),
         bits=chosen,
         originals=originals,
     )
@@ -233,7 +230,7 @@ def _range(name: str, region: Region, size: int, default: int) -> range:
     return range(start, stop)
 
 
-def _rows_of(q: Any, rows: range) -> tuple[Any, int]:
+def _rows_of(q: QuantizedTensorStorage, rows: range) -> tuple[Any, int]:
     """Return a tensor with some rows of ``q``, to decode no more than needed, and its first row."""
     start = rows.start // _ALIGNED * _ALIGNED
     stop = min(-(-rows.stop // _ALIGNED) * _ALIGNED, q.shape[0] if q.ndim else 1)
@@ -246,13 +243,12 @@ def _rows_of(q: Any, rows: range) -> tuple[Any, int]:
         return q, 0
 
 
-def codes_of(q: Any) -> Tensor:
+def codes_of(q: QuantizedTensorStorage) -> Tensor:
     """Return the codes of a quantized tensor, uint8 (M, K), one a byte.
 
-    Args:
-        q: a quantized tensor or storage; the codes are those that ``dequantize`` reads.
+    They are those that ``dequantize`` reads.
     """
-    quantizer = q._quantizer
+    quantizer = quantizer_of(q)
     rows, cols = rows_cols(q.shape)
     side = quantizer.side()
     names = {f"{side}_data", "_transpose" if side == "_columnwise" else "_data"}
@@ -273,7 +269,7 @@ def codes_of(q: Any) -> Tensor:
     return codes[:rows, :cols]
 
 
-def _flat(codes: Tensor, dims: Any) -> Tensor:
+def _flat(codes: Tensor, dims: tuple[Dim, ...]) -> Tensor:
     """Return a buffer as a matrix: leading dims are rows."""
     if codes.ndim == 0:
         return codes.reshape(1, 1)

@@ -62,12 +62,6 @@ def cross(
 ) -> tuple[Any, Any]:
     """Return a quantized weight unchanged, and a quantized product that is made inside.
 
-    Args:
-        weight: (N, K) quantized.
-        x_hp: (M, K) float.
-        fmt: format of the result.
-        options: further arguments of ``qtensor.quantize`` for this format.
-
     Returns:
         The weight (N, K) and ``x_hp @ weight.T`` (M, N), both quantized.
     """
@@ -76,12 +70,6 @@ def cross(
 
 def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileResult:
     """Run ``cross`` in eager and compiled code for all ``BATCHES``, and compare all buffers.
-
-    Args:
-        name: name of the weight, for the report.
-        weight: (N, K) float.
-        fmt: a name of ``qtensor.formats()``.
-        backend: a compiler backend of torch.
 
     Raises:
         QTensorError: the function did not compile as one graph.
@@ -108,12 +96,9 @@ def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileR
         try:
             actual = compiled(quantized, x, fmt, options)
         except (TorchDynamoException, InductorError) as error:
-            fail(
-                op=f"demo[{fmt}]",
-                rule="the function must compile as one graph",
-                got=f"{type(error).__name__}: {error}",
-                fix="Run with --no-compile, or with the other --backend",
-            )
+            rule = "the function must compile as one graph"
+            fix = "Run with --no-compile, or with the other --backend"
+            fail(f"demo[{fmt}]", rule, f"{type(error).__name__}: {error}", fix)
         total += sum(one.nbytes for one in expected)
         equal += sum(map(equal_bytes, expected, actual))
     breaks, seconds = sum(counters["graph_break"].values()), time.perf_counter() - start

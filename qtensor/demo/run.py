@@ -30,11 +30,7 @@ def run_demo(
 ) -> DemoReport:
     """Run every part, and print the result of each as soon as it is known.
 
-    Args:
-        formats: names of ``qtensor.formats()``.
-        path: a safetensors file; None for the model of the demo.
-        backend: compiles part 3; None leaves the part out.
-        say: prints a text.
+    Without a path, the model of the demo is used; without a backend, nothing is compiled.
 
     Raises:
         QTensorError: the user's file cannot be used, or a function does not compile.

@@ -33,14 +33,7 @@ class SentenceResult:
 def compare_embeddings(
     fmt: str, exact: Tensor, approximate: Tensor, seconds: float
 ) -> SentenceResult:
-    """Return the cosine similarities of two sets of embeddings of ``SENTENCES``, row by row.
-
-    Args:
-        fmt: format of the weights that gave ``approximate``.
-        exact: (sentences, hidden) float32.
-        approximate: (sentences, hidden) float32.
-        seconds: time of the forward pass.
-    """
+    """Return the cosine similarities of two sets of embeddings of ``SENTENCES``, row by row."""
     cosine = torch.nn.functional.cosine_similarity(exact.double(), approximate.double(), dim=1)
     worst = int(cosine.argmin())
     return SentenceResult(

@@ -56,10 +56,6 @@ def call_options(x_hp: Tensor, fmt: str) -> dict[str, Tensor]:
 def sweep(weights: Mapping[str, Tensor], fmt: str) -> tuple[FormatResult, dict[str, Tensor]]:
     """Quantize every matrix to ``fmt``.
 
-    Args:
-        weights: name to (rows, columns) tensor.
-        fmt: a name of ``qtensor.formats()``.
-
     Returns:
         The measurements, and the quantized tensors by name.
     """

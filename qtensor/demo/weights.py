@@ -27,10 +27,6 @@ class Source:
 def load_weights(path: Path, name: str | None = None) -> tuple[Source, dict[str, Tensor]]:
     """Read every 2-D float32, bfloat16 or float16 tensor of ``path`` that is not empty.
 
-    Args:
-        path: a safetensors file.
-        name: name in the report; the path by default.
-
     Returns:
         The totals, and name to (rows, columns) tensor in the order of the names.
 
@@ -43,19 +39,12 @@ def load_weights(path: Path, name: str | None = None) -> tuple[Source, dict[str,
             wanted = [key for key in keys if _is_matrix(file.get_slice(key))]
             matrices = {key: file.get_tensor(key) for key in wanted}
     except (SafetensorError, OSError) as error:
-        fail(
-            op="demo",
-            rule="--weights must be a safetensors file",
-            got=f"{path} ({error})",
-            fix="Save the tensors with safetensors.torch.save_file(tensors, path)",
-        )
-    check(
-        bool(matrices),
-        op="demo",
-        rule="--weights needs at least one 2-D tensor of float32, bfloat16 or float16",
-        got=f"{path} with {len(keys)} other tensors",
-        fix="Pass a file with a model's weight matrices",
-    )
+        rule = "--weights must be a safetensors file"
+        fix = "Save the tensors with safetensors.torch.save_file(tensors, path)"
+        fail("demo", rule, f"{path} ({error})", fix)
+    rule = "--weights needs at least one 2-D tensor of float32, bfloat16 or float16"
+    got = f"{path} with {len(keys)} other tensors"
+    check(bool(matrices), "demo", rule, got, "Pass a file with a model's weight matrices")
     source = Source(
         name=name or str(path),
         matrices=len(matrices),

@@ -8,19 +8,21 @@ and models that hold one are broadcast by the function below.
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from qtensor.api import quantizer_of
 from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.storage.base import QuantizedTensorStorage
 
 _OP = "broadcast_parameters"
 
 
-def broadcast_parameters(module: nn.Module, group: Any = None, src: int = 0) -> None:
+def broadcast_parameters(
+    module: nn.Module, group: dist.ProcessGroup | None = None, src: int = 0
+) -> None:
     """Give the parameters and buffers of a module the bytes that they have on one rank.
 
     Call it on every rank before ``DistributedDataParallel(module, init_sync=False)``, which then
@@ -46,28 +48,21 @@ def broadcast_parameters(module: nn.Module, group: Any = None, src: int = 0) -> 
         torch.autograd.graph.increment_version(t)
 
 
-def _check_alike(tensors: dict[str, Any], group: Any) -> None:
-    """Compare the layout of all tensors over the ranks of ``group``.
-
-    Raises:
-        QTensorError: on every rank, if the ranks differ.
-    """
+def _check_alike(tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Compare the layout of all tensors over the ranks of ``group``."""
     own = [f"{name}: {_described(t)}" for name, t in tensors.items()]
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    of_ranks: list[list[str]] = [[]] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, own, group=group)
     for rank, entries in enumerate(of_ranks):
         if entries != own:
             pairs = zip_longest(own, entries, fillvalue="none")
             mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
-            fail(
-                _OP,
-                "all ranks must have the same parameters and buffers, quantized alike",
-                f"{mine} on this rank, and {theirs} on rank {rank}",
-                "Build the model with the same recipe and formats on every rank",
-            )
+            rule = "all ranks must have the same parameters and buffers, quantized alike"
+            got = f"{mine} on this rank, and {theirs} on rank {rank}"
+            fail(_OP, rule, got, "Build the model with the same recipe and formats on every rank")
 
 
-def _described(t: Any) -> str:
+def _described(t: Tensor) -> str:
     """Return the quantizer, shape and dtype of a tensor."""
-    format = t._quantizer.canonical if isinstance(t, QuantizedTensorStorage) else "plain"
+    format = quantizer_of(t).canonical if isinstance(t, QuantizedTensorStorage) else "plain"
     return f"{format} {tuple(t.shape)} {t.dtype}"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from qtensor.autocasting import active_recipe
-from qtensor.core.dtensors import is_dtensor, local_part, part_of
+from qtensor.core.dtensors import local_part, part_of
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.library.quantize import AMAX, QUANTIZE
+from qtensor.modules.convert import Filter
 from qtensor.modules.quantized_module import QuantizedModule
+from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.maxima import is_shared_by_rows, max_over_ranks
@@ -72,12 +79,14 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     """
 
     _high_precision: Tensor
-    _quantizer_of_weight: Any
+    _quantizer_of_weight: Quantizer
     _name: str
     _memory: _Memory
 
     @staticmethod
-    def __new__(cls: type[MasterWeight], values: Tensor, quantizer: Any, name: str) -> MasterWeight:
+    def __new__(
+        cls: type[MasterWeight], values: Tensor, quantizer: Quantizer, name: str
+    ) -> MasterWeight:
         """Wrap ``values`` (N, K), or a part of them."""
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -91,18 +100,18 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         self._memory = _Memory(values)
         return self
 
-    def __init__(self, values: Tensor, quantizer: Any, name: str) -> None: ...
+    def __init__(self, values: Tensor, quantizer: Quantizer, name: str) -> None: ...
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         canonical = self._quantizer_of_weight.canonical
         return f"MasterWeight({self._high_precision!r}, gathered as {canonical!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, str]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, str]]:
         return ["_high_precision"], (self._quantizer_of_weight, self._name)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Any, str], outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], context: tuple[Quantizer, str], *_: object
     ) -> MasterWeight:
         return MasterWeight(inner["_high_precision"], *context)
 
@@ -110,7 +119,11 @@ class MasterWeight(GatheredWeight, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs or {}))
         weights = [leaf for leaf in leaves if isinstance(leaf, cls)]
@@ -149,7 +162,9 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     def _now(self, group: str) -> tuple[int, int, str]:
         return self._memory.writes, self._memory.root._version, group
 
-    def _maxima(self, values: Tensor, sent: Any, group: Any) -> list[Tensor] | None:
+    def _maxima(
+        self, values: Tensor, sent: Quantizer, group: dist.ProcessGroup
+    ) -> list[Tensor] | None:
         """Return the maxima of a shard; the ones that all rows share are those of all shards."""
         maxima: list[Tensor] = AMAX(values, sent.canonical)
         flags = is_shared_by_rows(sent.canonical)
@@ -166,16 +181,16 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         return maxima
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Gathered]:
         """Return the bytes of this rank's shard, and what the second hook needs.
 
-        Args:
-            mesh: the mesh over which the parameter is sharded, one dim.
-            outer_size: the shape of the whole weight.
-            outer_stride: its strides.
-            module: the module of the parameter.
-            mp_policy: the policy of ``fully_shard``; values are rounded to its ``param_dtype``.
+        The mesh has one dim. Values are rounded to the ``param_dtype`` of the policy.
 
         Raises:
             QTensorError: on every rank, if the shards have different numbers of rows or end inside
@@ -186,18 +201,15 @@ class MasterWeight(GatheredWeight, torch.Tensor):
             return self._quantized_shard(group, tuple(outer_size), mp_policy.param_dtype)
 
     def _quantized_shard(
-        self, group: Any, shape: tuple[int, ...], dtype: torch.dtype | None
+        self, group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype | None
     ) -> tuple[tuple[Tensor, ...], Gathered]:
         """Return the bytes of this rank's shard of a weight of ``shape``, rounded to ``dtype``."""
         quantizer, ranks = self._quantizer_of_weight, group.size()
         check_dim(self.shape, shape, quantizer)
         if shape[0] % ranks:
-            fail(
-                f"{_OP} {self._name} (Shard(0))",
-                f"the {ranks} ranks must have equally many rows of the weight",
-                f"{shape[0]} rows",
-                f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn",
-            )
+            rule = f"the {ranks} ranks must have equally many rows of the weight"
+            fix = f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn"
+            fail(f"{_OP} {self._name} (Shard(0))", rule, f"{shape[0]} rows", fix)
         values = self._high_precision if dtype is None else self._high_precision.to(dtype)
         data = gathered(values, quantizer, (shape[0] // ranks,) * ranks, group)
         maxima = self._maxima(values, data.sent, group)
@@ -209,7 +221,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
 
 
 def quantized_all_gather(
-    model: nn.Module, recipe: Recipe | None = None, filter_fn: Any = None
+    model: nn.Module, recipe: Recipe | None = None, filter_fn: Filter | None = None
 ) -> list[str]:
     """Make ``fully_shard`` gather the weights of the layers of qtensor as codes and scales.
 
@@ -243,14 +255,10 @@ def quantized_all_gather(
         fail(_OP, rule, type(model).__name__, "Pass one", ArgumentTypeError)
     found = list(_weights(model, recipe, filter_fn))
     if not found:
-        fail(
-            _OP,
-            "the model must have layers of qtensor with a recipe that quantizes weights",
-            "none",
-            "Call qtensor.convert_(model, recipe) first, or pass recipe=",
-        )
+        rule = "the model must have layers of qtensor with a recipe that quantizes weights"
+        fail(_OP, rule, "none", "Call qtensor.convert_(model, recipe) first, or pass recipe=")
     _check_owners(model, found)
-    made: dict[Any, nn.Parameter] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for weight in found:
         old = getattr(weight.module, weight.attribute)
         if old not in made:
@@ -262,16 +270,16 @@ def quantized_all_gather(
     return [weight.name for weight in found]
 
 
-def _wrapped(old: Any, weight: _Weight) -> Any:
+def _wrapped(old: Tensor, weight: _Weight) -> Tensor:
     """Return a weight, or the DTensor of a split one, whose values travel quantized."""
-    if not is_dtensor(old):
+    if not isinstance(old, DTensor):
         return MasterWeight(old, weight.quantizer, weight.name)
     return _like_dtensor(old, MasterWeight(local_part(old), weight.quantizer, weight.name))
 
 
-def _like_dtensor(old: Any, local: Tensor) -> Any:
+def _like_dtensor(old: DTensor, local: Tensor) -> DTensor:
     """Return the DTensor with another local part."""
-    return type(old).from_local(
+    return DTensor.from_local(
         local,
         old.device_mesh,
         old.placements,
@@ -287,10 +295,12 @@ class _Weight(NamedTuple):
     module: QuantizedModule
     attribute: str
     name: str
-    quantizer: Any
+    quantizer: Quantizer
 
 
-def _weights(model: nn.Module, recipe: Recipe | None, filter_fn: Any) -> Iterable[_Weight]:
+def _weights(
+    model: nn.Module, recipe: Recipe | None, filter_fn: Filter | None
+) -> Iterable[_Weight]:
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
@@ -300,9 +310,8 @@ def _weights(model: nn.Module, recipe: Recipe | None, filter_fn: Any) -> Iterabl
         key = active_recipe(None if own is None else own.key)
         for weight in module._states:
             options = module._layer_options(weight)
-            quantizer: Any = (
-                role_quantizers(key, options.module, options.name)["weight"] if key else None
-            )
+            roles = role_quantizers(key, options.module, options.name) if key else {}
+            quantizer = roles.get("weight")
             if quantizer is None:
                 continue
             parameters = module._weights(weight)
@@ -323,13 +332,15 @@ def _split_dims(module: nn.Module) -> int:
     return int(getattr(module, "_distribute_module_applied", False))
 
 
-def _check_weight(name: str, module: nn.Module, parameter: Any, quantizer: Any, key: str) -> None:
+def _check_weight(
+    name: str, module: nn.Module, parameter: Tensor | None, quantizer: Quantizer, key: str
+) -> None:
     own = local_part(parameter)
     # fully_shard puts its own dims of the mesh before that of a style.
-    sharded = is_dtensor(parameter) and parameter.device_mesh.ndim != _split_dims(module)
+    sharded = isinstance(parameter, DTensor) and parameter.device_mesh.ndim != _split_dims(module)
     if sharded or isinstance(own, (QuantizedTensorStorage, MasterWeight)):
         kind = type(own).__name__
-        if sharded:
+        if isinstance(parameter, DTensor) and sharded:
             kind = f"a DTensor ({part_of(parameter.placements)} on {parameter.device_mesh})"
         rule = "the weight must be a plain parameter, or split by a parallel style on one mesh dim"
         fix = "Call quantized_all_gather once, before fully_shard; quantized weights need no call"
@@ -353,16 +364,13 @@ def _check_owners(model: nn.Module, found: list[_Weight]) -> None:
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter in shared and (module, key) not in ours:
-                fail(
-                    f"{_OP} {shared[parameter]}",
-                    "the weight must belong to layers of qtensor alone",
-                    f"a weight that {path or 'the root'} shares as {key}",
-                    "Leave the layer out by filter_fn",
-                )
+                rule = "the weight must belong to layers of qtensor alone"
+                got = f"a weight that {path or 'the root'} shares as {key}"
+                fail(f"{_OP} {shared[parameter]}", rule, got, "Leave the layer out by filter_fn")
 
 
 def _plain_entries(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object
 ) -> None:
     """Replace the entries of a module by plain tensors that share the memory of the weights."""
     for key in module._parameters:
@@ -371,10 +379,10 @@ def _plain_entries(
             state_dict[f"{prefix}{key}"] = _plain(entry)
 
 
-def _plain(entry: Any) -> Any:
+def _plain(entry: object) -> object:
     if isinstance(entry, MasterWeight):
         return entry.plain_view()
-    if is_dtensor(entry):
+    if isinstance(entry, DTensor):
         local = local_part(entry)
         if isinstance(local, MasterWeight):
             return _like_dtensor(entry, local.plain_view())
@@ -400,8 +408,8 @@ def reduce_amaxes(model: nn.Module) -> int:
     by_group: dict[str, list[tuple[MasterWeight, list[Tensor]]]] = {}
     with torch.no_grad():
         for name, module, parameter in _parameters(model):
-            local = local_part(parameter) if is_dtensor(parameter) else None
-            if not isinstance(local, MasterWeight):
+            local = local_part(parameter)
+            if not (isinstance(parameter, DTensor) and isinstance(local, MasterWeight)):
                 continue
             sent = sent_quantizer(local._quantizer_of_weight)
             flags = is_shared_by_rows(sent.canonical)
@@ -429,22 +437,16 @@ def _parameters(model: nn.Module) -> Iterable[tuple[str, nn.Module, nn.Parameter
         yield name, modules[name.rpartition(".")[0]], parameter
 
 
-def _shard_group(name: str, parameter: Any, split_dims: int) -> str:
+def _shard_group(name: str, parameter: DTensor, split_dims: int) -> str:
     """Return the group over which ``fully_shard`` has sharded a weight.
 
-    Args:
-        name: of the weight.
-        parameter: a DTensor.
-        split_dims: number of dims of a parallel style, the last ones of the mesh.
+    ``split_dims`` is the number of dims of a parallel style, the last ones of the mesh.
     """
     own = parameter.placements[: parameter.device_mesh.ndim - split_dims]
     dims = [i for i, placement in enumerate(own) if not placement.is_replicate()]
     if len(dims) != 1:
-        fail(
-            f"reduce_amaxes {name}",
-            "fully_shard must shard the weight over one dim of its mesh",
-            part_of(parameter.placements),
-            "Call fully_shard first, on one dim",
-        )
-    group: str = group_of_mesh(parameter.device_mesh, dims[0], "reduce_amaxes").group_name
-    return group
+        rule = "fully_shard must shard the weight over one dim of its mesh"
+        got = part_of(parameter.placements)
+        fail(f"reduce_amaxes {name}", rule, got, "Call fully_shard first, on one dim")
+    group: dist.ProcessGroup = group_of_mesh(parameter.device_mesh, dims[0], "reduce_amaxes")
+    return group.group_name

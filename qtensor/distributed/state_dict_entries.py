@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtensor.modules.delayed_entries import entry_buffers
 from qtensor.modules.quantized_module import QuantizedModule
@@ -28,7 +27,7 @@ def install() -> None:
     original = getattr(helpers, _NAME)
 
     @functools.wraps(original)
-    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    def run(model: nn.Module, *args: object, **kwargs: object) -> Iterator[tuple[str, Tensor]]:
         yield from original(model, *args, **kwargs)
         for path, module in model.named_modules():
             if isinstance(module, QuantizedModule):

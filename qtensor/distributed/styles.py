@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
+    Placement,
     Replicate,
     Shard,
     distribute_module,
@@ -40,11 +41,7 @@ _MODES = {"column": (Shard(0), Shard(0)), "row": (Shard(1), Replicate())}
 
 
 def _check_inputs(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Refuse a call whose first positional argument is not a tensor.
-
-    Raises:
-        ArgumentTypeError: there is no positional argument, or the first one is not a tensor.
-    """
+    """Refuse a call whose first positional argument is not a tensor."""
     if not inputs or not isinstance(inputs[0], Tensor):
         name = type(module).__name__
         rule = "the input must be a tensor, passed as the first positional argument"
@@ -62,16 +59,13 @@ class _Style(parallel.ParallelStyle):
     use_local_output: bool
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name = type(self).__name__
         if isinstance(module, LayerNormMLP):
             rule = "a module with two layers is split by its own options"
             fix = "Build it with set_parallel_mode=True, tp_group=mesh.get_group()"
-            fail(
-                f"{type(self).__name__} of {module.label}", rule, "one style", fix, UnsupportedError
-            )
+            fail(f"{name} of {module.label}", rule, "one style", fix, UnsupportedError)
         if not isinstance(module, (LinearBase, GroupedLinear)):
-            base: Any = super()
-            return base._apply(module, device_mesh)
-        name = type(self).__name__
+            return super()._apply(module, device_mesh)  # type: ignore[safe-super]
         if self.mode == "row" and isinstance(module, LayerNormLinear):
             rule = "the norm needs whole rows, so only out_features can be split"
             fail(f"{name} of {module.label}", rule, "RowwiseParallel", "Use ColwiseParallel")
@@ -100,7 +94,7 @@ class _Style(parallel.ParallelStyle):
             split = nn.Parameter(values, requires_grad=parameter.requires_grad)
             module.register_parameter(name, split)
 
-    def _prepare_input(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _prepare_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         _check_inputs(type(self).__name__, module, inputs)
         first, *others = inputs
         if not isinstance(first, DTensor):
@@ -114,7 +108,7 @@ class _Style(parallel.ParallelStyle):
             return self._output(outputs)
         return (self._output(outputs[0]), *[self._local(other) for other in outputs[1:]])
 
-    def _output(self, out: Any) -> Any:
+    def _output(self, out: DTensor) -> Tensor:
         if out.placements != self.output_layouts:
             out = out.redistribute(placements=self.output_layouts)
         return self._local(out)
@@ -174,9 +168,9 @@ class PrepareModuleInput(parallel.ParallelStyle):
         UnsupportedError: a recipe with delayed scaling, or one that leaves inputs unquantized.
     """
 
-    def __init__(self, *, recipe: Recipe, input_layouts: Any) -> None:
+    def __init__(self, *, recipe: Recipe, input_layouts: Placement) -> None:
         super().__init__()
-        quantizer: Any = recipe.quantizer(Role("input"))
+        quantizer = recipe.quantizer(Role("input"))
         if quantizer is None or quantizer.needs_scale:
             name = type(recipe).__name__
             rule = "the layers must share a quantizer of their input that needs no state"
@@ -195,7 +189,7 @@ class PrepareModuleInput(parallel.ParallelStyle):
             columnwise = torch.is_grad_enabled()
             # Codes that both directions share travel once.
             shared = self.quantizer.spec.transpose_shares_bytes
-            quantizer = self.quantizer.with_usage(
+            quantizer: Any = self.quantizer.with_usage(
                 rowwise=True, columnwise=columnwise and not shared
             )
             whole = quantizer(first).redistribute(placements=[Replicate()])

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from qtensor.core.dtensors import local_part, part_of
 from qtensor.core.errors import UnsupportedError, fail
@@ -30,8 +31,8 @@ def install() -> None:
     original = reader.read_data
 
     @functools.wraps(original)
-    def read_data(self: Any, plan: Any, planner: Any) -> Any:
-        found: list[Any] = [_misfit(self, planner) if self.is_coordinator else None]
+    def read_data(self: Any, plan: object, planner: DefaultLoadPlanner) -> object:
+        found: list[Any] = [_misfit(self.checkpoint_id, planner) if self.is_coordinator else None]
         dist.broadcast_object_list(found, src=self.coordinator_rank)
         if found[0] is not None:
             _refuse(*found[0])
@@ -40,9 +41,8 @@ def install() -> None:
     reader.read_data = read_data
 
 
-def _misfit(reader: Any, planner: Any) -> tuple[str, str, str] | None:
+def _misfit(file: str, planner: DefaultLoadPlanner) -> tuple[str, str, str] | None:
     """Return the name of an entry, what the file has and what the template is; None if all fit."""
-    file = reader.checkpoint_id
     mapped = zipfile.is_zipfile(file)  # torch cannot map files of its older format
     entries = torch.load(file, map_location="cpu", weights_only=False, mmap=mapped)
     if planner.flatten_state_dict:
@@ -54,7 +54,7 @@ def _misfit(reader: Any, planner: Any) -> tuple[str, str, str] | None:
     return None
 
 
-def _is_quantized(value: Any) -> bool:
+def _is_quantized(value: object) -> bool:
     return isinstance(local_part(value), QuantizedTensorStorage)
 
 
@@ -70,11 +70,9 @@ def _described(value: Any) -> str:
 
 
 def _refuse(name: str, saved: str, wanted: str) -> None:
-    fail(
-        f"{name}: BroadcastingTorchSaveReader",
-        f"the template must be {saved}, as in the file: torch's reader broadcasts whole tensors",
-        wanted,
+    rule = f"the template must be {saved}, as in the file: torch's reader broadcasts whole tensors"
+    fix = (
         "Convert the file with torch_save_to_dcp, and load the folder with dcp.load, which reads "
-        "into shards",
-        UnsupportedError,
+        "into shards"
     )
+    fail(f"{name}: BroadcastingTorchSaveReader", rule, wanted, fix, UnsupportedError)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.integrations.stacking import stack
@@ -15,7 +16,10 @@ from qtensor.storage.ops.grouped import check_call, group_sizes, grouped_product
 from qtensor.storage.ops.products import gemm_operands
 from qtensor.storage.tensor import QuantizedTensor
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Args = tuple[Any, ...]
+Options = dict[str, Any]
+Handler = Callable[[OpOverload, Args, Options], Any]
+"""Computes an op of which at least one argument is an ``ExpertWeights``."""
 
 
 class ExpertWeights(torch.Tensor):
@@ -35,7 +39,7 @@ class ExpertWeights(torch.Tensor):
     @staticmethod
     def __new__(
         cls: type[ExpertWeights],
-        stored: Any,
+        stored: Tensor,
         swapped: bool = False,
         *,
         requires_grad: bool = False,
@@ -86,7 +90,7 @@ class ExpertWeights(torch.Tensor):
         values = self._stored.dequantize(dtype)
         return values.transpose(-2, -1) if self._swapped else values
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         canonical = self._stored.quantizer.canonical
         return f"ExpertWeights({tuple(self.shape)}, {canonical}, {self.dtype}, {self.device})"
 
@@ -95,18 +99,18 @@ class ExpertWeights(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Any], swapped: bool, outer_size: Any, outer_stride: Any
+        inner: dict[str, Any], swapped: bool, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> ExpertWeights:
         return ExpertWeights(inner["_stored"], swapped)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        stored: Any = self._stored.clone()
+        stored = cast(QuantizedTensor, self._stored.clone())
         memo[id(self)] = copied = _rebuild(stored, self._swapped, self._is_parameter())
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return _rebuild, (self._stored, self._swapped, self._is_parameter())
 
     def _is_parameter(self) -> bool:
@@ -114,7 +118,7 @@ class ExpertWeights(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Options | None = None
     ) -> Any:
         handler = _HANDLERS.get(func._schema.name)
         if handler is None:
@@ -140,12 +144,12 @@ def _refuse(rule: str, got: object) -> Any:
     fail("ExpertWeights", rule, got, "Call .dequantize() first", UnsupportedError)
 
 
-def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _share(func: OpOverload, args: Args, kwargs: Options) -> Any:
     weight = args[0]
     return ExpertWeights(weight._stored, weight._swapped)
 
 
-def _of_stored(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_stored(func: OpOverload, args: Args, kwargs: Options) -> Any:
     """Handle ops that act on every buffer alike: clone, to, pin_memory."""
     weight = args[0]
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
@@ -155,14 +159,14 @@ def _of_stored(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return ExpertWeights(done, weight._swapped)
 
 
-def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _transpose(func: OpOverload, args: Args, kwargs: Options) -> Any:
     weight, first, second = args
     if {first % 3, second % 3} != {1, 2}:
         _refuse("only the last two dims can be transposed", (first, second))
     return ExpertWeights(weight._stored, not weight._swapped)
 
 
-def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _permute(func: OpOverload, args: Args, kwargs: Options) -> Any:
     weight, order = args[0], tuple([d % 3 for d in args[1]])
     if order not in {(0, 1, 2), (0, 2, 1)}:
         _refuse("only the last two dims can be permuted", args[1])
@@ -174,19 +178,19 @@ def _expert(weight: ExpertWeights, index: int) -> Any:
     return matrix.t() if weight._swapped else matrix
 
 
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _select(func: OpOverload, args: Args, kwargs: Options) -> Any:
     weight, dim, index = args
     if dim % 3:
         _refuse("an index selects an expert, along dim 0", f"dim {dim}")
     return _expert(weight, index)
 
 
-def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _unbind(func: OpOverload, args: Args, kwargs: Options) -> Any:
     dim = args[1] if len(args) > 1 else 0
     return [_select(func, (args[0], dim, i), {}) for i in range(args[0].shape[0])]
 
 
-def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _index(func: OpOverload, args: Args, kwargs: Options) -> Any:
     """Handle ``weight[experts]``: return the quantized weights of the experts that are named."""
     weight, indices = args[0], args[1]
     if func._schema.name == "aten::index_select":
@@ -198,7 +202,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return ExpertWeights(weight._stored[indices[0]], weight._swapped)
 
 
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _split(func: OpOverload, args: Args, kwargs: Options) -> Any:
     """Handle ``split`` and ``chunk`` along the experts, or along the rows of each expert."""
     weight, size = args[0], args[1]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % 3
@@ -213,14 +217,14 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _squeeze(func: OpOverload, args: Args, kwargs: Options) -> Any:
     weight = args[0]
     if weight.shape[0] != 1 or len(args) != 2 or args[1] not in (0, -3):
         _refuse("dim 0 of the weights of one expert can be squeezed", tuple(weight.shape))
     return _expert(weight, 0)
 
 
-def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _grouped_mm(func: OpOverload, args: Args, kwargs: Options) -> Tensor:
     names = ("self", "mat2", "offs", "bias", "out_dtype")
     given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
     x, weight = given["self"], given["mat2"]
@@ -232,7 +236,7 @@ def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return grouped_product(x, weight._stored, layout, sizes, given["out_dtype"])
 
 
-def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _bmm(func: OpOverload, args: Args, kwargs: Options) -> Tensor:
     x, weight = args
     if isinstance(weight, ExpertWeights):
         return gemm_operands(x, weight._stored, "TN" if weight._swapped else "NN")
@@ -242,13 +246,13 @@ def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return gemm_operands(x.transpose(-2, -1), weight._stored, layout).transpose(-2, -1)
 
 
-def _decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _decoded(func: OpOverload, args: Args, kwargs: Options) -> Tensor:
     """Handle ops whose result needs every expert: PEFT adds its updates to the whole weight."""
     values = [a.dequantize() if isinstance(a, ExpertWeights) else a for a in args]
     return func(*values, **kwargs)
 
 
-def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _dequantize(func: OpOverload, args: Args, kwargs: Options) -> Tensor:
     return args[0].dequantize(*args[1:], **kwargs)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import Checkpoint
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.integrations.experts import ExpertWeights
@@ -45,10 +46,7 @@ class Reader:
     ) -> None:
         """Index the stored tensors of every weight.
 
-        Args:
-            checkpoint: the open checkpoint.
-            parameters: the parameters of the model by name, on any device.
-            dtype: nominal dtype of the weights; None to keep that of the checkpoint.
+        With a dtype None, weights keep that of the checkpoint.
         """
         self.checkpoint = checkpoint
         self.parameters = parameters
@@ -99,22 +97,15 @@ class Reader:
             return tensor.to(dtype)
         if tensor.dtype != dtype:
             # .to(dtype) would copy the codes, which lie in the mapped file.
-            quantizer: Any = tensor.quantizer
-            tensor = quantizer.assemble(tensor.buffers(), tensor.shape, dtype)
+            tensor = quantizer_of(tensor).assemble(tensor.buffers(), tensor.shape, dtype)
         if self.checkpoint.groups[name].transposed:
             return ExpertWeights(tensor, True)
         return tensor
 
-    def parameter(self, target: str, tensor: Tensor, module: Any) -> torch.nn.Parameter:
+    def parameter(self, target: str, tensor: Tensor, module: nn.Module) -> nn.Parameter:
         """Return the parameter for a weight, frozen if it is quantized.
 
-        Args:
-            target: name of the parameter.
-            tensor: the weight, in the orientation of the checkpoint.
-            module: the module that holds the parameter.
-
-        Raises:
-            UnsupportedError: the weight has another shape than the parameter.
+        ``module`` holds the parameter ``target``.
         """
         wanted = tuple(self.parameters[target].shape)
         if isinstance(tensor, QuantizedTensor) and tensor.ndim == 3:
@@ -126,20 +117,20 @@ class Reader:
             fix = "Load the checkpoint with the config of its own model"
             rule = f"{target}: the weight has the shape of the parameter, {wanted}"
             fail("from_pretrained", rule, tuple(tensor.shape), fix, UnsupportedError)
-        return torch.nn.Parameter(tensor, requires_grad=not _is_quantized(tensor))
+        return nn.Parameter(tensor, requires_grad=not _is_quantized(tensor))
 
 
 def _is_quantized(tensor: Tensor) -> bool:
     return isinstance(tensor, (QuantizedTensor, ExpertWeights))
 
 
-def module_of(model: Any, name: str) -> tuple[Any, str]:
+def module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that holds a parameter, and the parameter's name in it."""
     path, _, key = name.rpartition(".")
     return (model.get_submodule(path) if path else model), key
 
 
-def is_transposed(module: Any) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Return True if the experts of a module are (E, K, N): a product reads ``x @ weight[e]``."""
     # The experts of Llama 4 are not made by the decorator that sets the attribute.
     default = type(module).__name__ == "Llama4TextExperts"
@@ -171,7 +162,7 @@ class _Stored(WeightConverter):
     reader: Reader
 
     def add_tensor(
-        self, target_key: str, source_key: str, source_pattern: str, future: Any
+        self, target_key: str, source_key: str, source_pattern: str, future: object
     ) -> None:
         """Collect a stored tensor; only the first one of a quantized weight is kept."""
         if self.reader.owns(source_key):
@@ -197,7 +188,7 @@ class ReadStored(_Stored):
         """Take a weight under the name that the renamings of the model gave it."""
         return source_key, (None if self.reader.current is None else _STORED)
 
-    def convert(self, layer_name: str, model: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def convert(self, layer_name: str, model: Any = None, **__: object) -> dict[str, Any]:
         """Return the parameter."""
         tensors = self.materialize_tensors()[_STORED]
         module, _ = module_of(model, layer_name)
@@ -276,7 +267,7 @@ def _refuse(name: str, rule: str, got: object) -> NoReturn:
 class _Nothing(ConversionOps):
     """Stand for the operation that a converter must have."""
 
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: object, **__: object) -> dict[str, Any]:
         return input_dict
 
 
@@ -284,11 +275,7 @@ class QuantizeWeight(ConversionOps):
     """Quantize a parameter as soon as the loader has it."""
 
     def __init__(self, quantize: Callable[[Any, str, Tensor], Tensor]) -> None:
-        """Take the function that quantizes.
-
-        Args:
-            quantize: ``quantize(model, name, values)`` returns the parameter, or the values.
-        """
+        """Take the function that quantizes."""
         self.quantize = quantize
 
     def convert(
@@ -304,12 +291,7 @@ class QuantizeWeight(ConversionOps):
 
 
 def transforms(conversions: Iterable[Any], reader: Reader) -> list[Any]:
-    """Return the transforms that load a checkpoint with quantized weights.
-
-    Args:
-        conversions: the transforms of the model.
-        reader: of the open checkpoint.
-    """
+    """Return the transforms that load a checkpoint with quantized weights."""
     own = [
         StoredConverter(entry, reader) if type(entry) is WeightConverter else entry
         for entry in conversions

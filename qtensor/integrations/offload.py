@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from qtensor import checkpoints
 from qtensor.core.errors import UnsupportedError, fail
@@ -19,9 +20,7 @@ class StoredWeights(Mapping[str, Tensor]):
     def __init__(self, state: Mapping[str, Any], folder: str) -> None:
         """Open the checkpoint in which ``state`` was saved.
 
-        Args:
-            state: the state dict; tied tensors are one object.
-            folder: holds each of its tensors once, under its first name.
+        Tied tensors are one object in ``state``; the folder holds each once, under its first name.
 
         Raises:
             CheckpointError: the checkpoint is not sound.
@@ -45,9 +44,9 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 def disk_offload(
-    model: Any,
+    model: nn.Module,
     folder: str | os.PathLike[str],
-    execution_device: Any = None,
+    execution_device: torch.types.Device = None,
     *,
     overwrite: bool = False,
     **options: Any,

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
-from qtensor.checkpoints.nvfp4_factor import factor_of
+from qtensor.checkpoints.nvfp4_factor import factor_in
 from qtensor.core.errors import UnsupportedError, fail
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import NVFP4Quantizer
+from qtensor.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 from qtensor.storage.tensor import QuantizedTensor
 
 Grid = Sequence[Sequence[QuantizedTensor]]
@@ -28,9 +33,7 @@ Grid = Sequence[Sequence[QuantizedTensor]]
 def stack(grid: Grid, op: str = "stack") -> QuantizedTensor:
     """Return the matrices of a grid as one tensor, with the same codes and factors.
 
-    Args:
-        grid: for each matrix the parts of its rows, (N_p, K); all matrices have the same parts.
-        op: name of the operation, for errors.
+    The parts are (N_p, K), the same for all matrices.
 
     Returns:
         (E, N, K), N the sum over the parts, rowwise.
@@ -45,7 +48,7 @@ def stack(grid: Grid, op: str = "stack") -> QuantizedTensor:
     shape = (len(grid), rows, first.shape[1])
     _check_alike(flat, grid, op)
     parts = [rowwise_parts(part) for part in flat]
-    quantizer: Any = first.quantizer
+    quantizer = quantizer_of(first)
     if quantizer.format == "nvfp4":
         return _stack_nvfp4(flat, parts, shape)
     codes = torch.cat([p.codes for p in parts])
@@ -76,10 +79,11 @@ def _kind(tensor: QuantizedTensor) -> str:
 
     A quantizer with columnwise data has a text of its own, so that it matches no other.
     """
-    quantizer: Any = tensor.quantizer
-    if quantizer.format == "nvfp4" and not quantizer.columnwise:
-        options = {"e4m3_max": 448.0, "with_global_scale_inv": False, "row_scaled": False}
-        quantizer = dataclasses.replace(quantizer, **options)
+    quantizer = quantizer_of(tensor)
+    if isinstance(quantizer, NVFP4Quantizer) and not quantizer.columnwise:
+        quantizer = dataclasses.replace(
+            quantizer, e4m3_max=448.0, with_global_scale_inv=False, row_scaled=False
+        )
     return quantizer.canonical
 
 
@@ -89,17 +93,13 @@ def _stack_nvfp4(
     """Stack NVFP4 matrices; the factors of different matrices become factors of rows."""
     codes = torch.cat([p.codes for p in parts])
     scale = torch.cat([p.scale for p in parts])
-    quantizers: list[Any] = [part.quantizer for part in flat]
+    quantizers = [cast(NVFP4Quantizer, part.quantizer) for part in flat]
     stored = any(p.factor is not None for p in parts) or len({q.e4m3_max for q in quantizers}) > 1
     base = dataclasses.replace(quantizers[0], e4m3_max=448.0) if stored else quantizers[0]
     quantizer = dataclasses.replace(base, row_scaled=True, with_global_scale_inv=stored)
-    amax = torch.cat([_per_row(p.amax, t) for p, t in zip(parts, flat, strict=True)])
-    factor = None
-    if stored:
-        factor = torch.cat([
-            _per_row(factor_of(q, p.amax, p.factor), t)  # type: ignore[arg-type]
-            for q, p, t in zip(quantizers, parts, flat, strict=True)
-        ])
+    pairs = list(zip(parts, flat, strict=True))
+    amax = torch.cat([_per_row(p.amax, t) for p, t in pairs])
+    factor = torch.cat([_per_row(factor_in(t, p), t) for p, t in pairs]) if stored else None
     return assemble(quantizer, shape, flat[0].dtype, Parts(codes, scale, amax, factor))
 
 
@@ -107,8 +107,7 @@ def _stack_fp8(
     flat: Sequence[QuantizedTensor], parts: Sequence[Parts], codes: Tensor, shape: tuple[int, ...]
 ) -> QuantizedTensor:
     """Stack FP8 matrices; their factors become factors of rows."""
-    options = {name: getattr(flat[0].quantizer, name) for name in ("dtype",)}
-    quantizer: Any = dataclasses.replace(parse("fp8_rowwise"), **options)  # type: ignore[type-var]
+    quantizer = Float8RowwiseQuantizer(dtype=quantizer_of(flat[0]).element.name)
     scale = torch.cat([_per_row(p.scale, t) for p, t in zip(parts, flat, strict=True)])
     return assemble(quantizer, shape, flat[0].dtype, Parts(codes, scale.reshape(-1, 1)))
 
@@ -124,14 +123,11 @@ def common_factors(tensor: QuantizedTensor) -> QuantizedTensor:
 
     It undoes what ``stack`` did to the factors of one matrix; other tensors are returned as they
     are.
-
-    Args:
-        tensor: (N, K).
     """
-    quantizer: Any = tensor.quantizer
+    quantizer = quantizer_of(tensor)
     if quantizer.columnwise:
         return tensor
-    if quantizer.format == "nvfp4" and quantizer.row_scaled:
+    if isinstance(quantizer, NVFP4Quantizer) and quantizer.row_scaled:
         parts = rowwise_parts(tensor)
         factor = None if parts.factor is None else _common(parts.factor)
         amax = _common(parts.amax)  # type: ignore[arg-type]
@@ -143,8 +139,8 @@ def common_factors(tensor: QuantizedTensor) -> QuantizedTensor:
         parts = rowwise_parts(tensor)
         scale = _common(parts.scale)
         if scale is not None:
-            new = dataclasses.replace(parse("fp8"), dtype=quantizer.dtype)  # type: ignore[type-var]
-            return assemble(new, tensor.shape, tensor.dtype, parts._replace(scale=scale))  # type: ignore[arg-type]
+            one = Float8CurrentScalingQuantizer(dtype=quantizer.element.name)
+            return assemble(one, tensor.shape, tensor.dtype, parts._replace(scale=scale))
     return tensor
 
 
@@ -154,13 +150,8 @@ def _common(factor: Tensor) -> Tensor | None:
     return flat[:1].clone() if bool((flat == flat[0]).all()) else None
 
 
-def quantize_each(x: Tensor, quantizer: Any) -> QuantizedTensor:
-    """Return 3-D values with every matrix quantized apart.
-
-    Args:
-        x: (E, N, K), floating.
-        quantizer: describes rowwise data.
-    """
+def quantize_each(x: Tensor, quantizer: Quantizer) -> QuantizedTensor:
+    """Return values (E, N, K) with every matrix quantized apart."""
     if isinstance(quantizer, NVFP4Quantizer) or quantizer.format in ("fp8", "fp8_blockwise"):
         return stack([[quantizer(matrix)] for matrix in x], f"quantize[{quantizer.format}]")
     return quantizer(x)

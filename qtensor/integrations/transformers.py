@@ -9,7 +9,7 @@ docs/transformers.md shows what works.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import qtensor
 from qtensor import checkpoints
-from qtensor.checkpoints.layout_base import Writer, find_layout
+from qtensor.api import parsed
+from qtensor.checkpoints.layout_base import find_layout
+from qtensor.checkpoints.saving import writable
 from qtensor.core.errors import UnsupportedError, fail
-from qtensor.core.quantizer_registry import parse
 from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.loading import (
     QuantizeWeight,
@@ -41,7 +42,11 @@ from qtensor.integrations.loading import (
     transforms,
 )
 from qtensor.integrations.stacking import common_factors, quantize_each
+from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 METHOD = "qtensor"
 _VERSION = 1
@@ -61,7 +66,7 @@ class QTensorConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        format: Any = None,
+        format: str | Quantizer | None = None,
         *,
         modules_to_not_convert: list[str] | None = None,
         layout: str = METHOD,
@@ -95,7 +100,7 @@ class QTensorConfig(QuantizationConfigMixin):
         self.layout = layout
         self._entry: dict[str, Any] | None = None
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return a value of ``to_dict``; transformers asks a config for ``quant_method`` so."""
         return self.to_dict().get(key, default)
 
@@ -106,9 +111,9 @@ class QTensorConfig(QuantizationConfigMixin):
         return {"quant_method": METHOD, "version": _VERSION}
 
 
-def _weight_format(format: Any) -> str:
+def _weight_format(format: str | Quantizer) -> str:
     """Return the canonical text of a quantizer for weights."""
-    quantizer: Any = parse(format) if isinstance(format, str) else qtensor.quantizer(format)
+    quantizer = parsed(format) if isinstance(format, str) else qtensor.quantizer(format)
     if quantizer.needs_scale or not quantizer.rowwise or quantizer.columnwise:
         fix = 'Pass a format such as "nvfp4", "mxfp8" or "fp8"'
         rule = "weights are quantized rowwise, with factors of their own values"
@@ -127,6 +132,12 @@ class QTensorQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: QTensorConfig
+    is_trainable = True
+    """Gradients flow through frozen weights to adapters."""
+    is_qat_trainable = True
+    """The parameters that are not quantized can be trained."""
+    is_compileable = True
+    """``torch.compile`` takes quantized parameters."""
 
     def __init__(self, quantization_config: QTensorConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -136,9 +147,9 @@ class QTensorQuantizer(HfQuantizer):
         self.reader: Reader | None = None
         self.dense: dict[str, str] = {}
         self.kept: list[str] = []
-        self._device: Any = None
+        self._device: torch.types.Device = None
 
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+    def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
         """Refuse devices that cannot hold quantized parameters while loading.
 
         Raises:
@@ -153,7 +164,7 @@ class QTensorQuantizer(HfQuantizer):
             self._device = devices.pop() if len(devices) == 1 else None
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: object
     ) -> Any:
         """Open the checkpoint, and find out which parameters to quantize."""
         config = self.quantization_config
@@ -176,13 +187,17 @@ class QTensorQuantizer(HfQuantizer):
             fail("from_pretrained", rule, got, 'Pass a format: QTensorConfig("nvfp4")')
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: PreTrainedModel
+    ) -> list[Any]:
         """Return the transforms of the loader, with ours if the checkpoint is quantized."""
         if self.reader is None:
             return weight_conversions
         return transforms(weight_conversions, self.reader)
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **_: object
+    ) -> bool:
         """Return True for the parameters that are quantized while loading."""
         if self.reader is not None or self.quantization_config.format is None:
             return False
@@ -198,11 +213,11 @@ class QTensorQuantizer(HfQuantizer):
         """Return the operation that the loader applies to a parameter."""
         return QuantizeWeight(self._quantize)
 
-    def _quantize(self, model: Any, name: str, values: Tensor) -> Tensor:
+    def _quantize(self, model: PreTrainedModel, name: str, values: Tensor) -> Tensor:
         """Return the frozen, quantized parameter of a plain one."""
         if not self.param_needs_quantization(model, name):
             return values
-        quantizer: Any = parse(str(self.quantization_config.format))
+        quantizer = parsed(str(self.quantization_config.format))
         if values.ndim == 2:
             return torch.nn.Parameter(quantizer(values), requires_grad=False)
         module, _ = module_of(model, name)
@@ -211,7 +226,7 @@ class QTensorQuantizer(HfQuantizer):
         weight = ExpertWeights(quantize_each(rows, quantizer), swapped)
         return torch.nn.Parameter(weight, requires_grad=False)
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         """Close the checkpoint, and move the weights to the device of the whole model."""
         if self.reader is not None:
             self.dense = self.reader.dense
@@ -221,7 +236,7 @@ class QTensorQuantizer(HfQuantizer):
             model.to(self._device)
         return model
 
-    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
         """Replace quantized parameters by their values."""
         if isinstance(dtype, str):
             # After a save, model.config.dtype is a name.
@@ -236,7 +251,9 @@ class QTensorQuantizer(HfQuantizer):
 
     # ---- saving
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the stored tensors of the layout, and the texts of the header.
 
         Raises:
@@ -244,8 +261,7 @@ class QTensorQuantizer(HfQuantizer):
             UnsupportedError: the layout needs further files.
         """
         layout = self.quantization_config.layout
-        kind: Any = find_layout(layout).writer
-        writer: Writer = kind(_plain_config(model))
+        writer = writable(layout, "")(_plain_config(model))
         state = weights(model)
         stored: dict[str, Tensor] = {}
         for name, tensor in state.items():
@@ -266,24 +282,9 @@ class QTensorQuantizer(HfQuantizer):
         """Return True: ``save_pretrained`` writes ``QTensorConfig.layout``."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """Return True: gradients flow through frozen weights to adapters."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Return True: the parameters that are not quantized can be trained."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """Return True: ``torch.compile`` takes quantized parameters."""
-        return True
-
 
 def pretrained_config(
-    path: Any, quantization_config: QTensorConfig | None = None, **kwargs: Any
+    path: str | os.PathLike[str], quantization_config: QTensorConfig | None = None, **kwargs: Any
 ) -> Any:
     """Return the config of a checkpoint, with its quantization entry replaced by ours.
 
@@ -317,7 +318,7 @@ def pretrained_config(
     return config
 
 
-def weights(model: Any) -> dict[str, Tensor]:
+def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights of a model under the names of its checkpoints.
 
     Stacked experts are split where the checkpoints of the model store every expert apart, and tied
@@ -349,7 +350,7 @@ def _quantized(tensor: object) -> bool:
     return isinstance(tensor, (QuantizedTensor, ExpertWeights))
 
 
-def _plain_config(model: Any) -> dict[str, Any]:
+def _plain_config(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     return config
@@ -362,7 +363,7 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if whole else tensor.clone()
 
 
-def _open(files: Any) -> checkpoints.Checkpoint | None:
+def _open(files: list[str] | None) -> checkpoints.Checkpoint | None:
     """Return the open checkpoint of these files, or None if it is no safetensors checkpoint."""
     if not files or not str(files[0]).endswith(".safetensors"):
         return None

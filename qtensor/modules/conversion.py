@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from qtensor.core.texts import aligned
 
@@ -84,18 +82,20 @@ def _rows(reports: Sequence[LayerReport]) -> list[tuple[str, str, str, str]]:
 
 
 def _print_rich(conversion: Conversion) -> None:
-    # Imported by name: the extra is optional, and importing qtensor must not import it.
-    box: Any = importlib.import_module("rich.box")
-    console: Any = importlib.import_module("rich.console").Console(highlight=False)
-    table_class: Any = importlib.import_module("rich.table").Table
-    text: Any = importlib.import_module("rich.text").Text
-    console.print(text(conversion.heading))
+    # The extra is optional, and importing qtensor must not import it.
+    from rich import box  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    console = Console(highlight=False)
+    console.print(Text(conversion.heading))
     for what, reports in (("swapped", conversion.swapped), ("skipped", conversion.skipped)):
         if not reports:
             continue
-        table = table_class(title=f"{what} ({len(reports)})", box=box.SIMPLE, title_justify="left")
+        table = Table(title=f"{what} ({len(reports)})", box=box.SIMPLE, title_justify="left")
         for title in _TITLES:
             table.add_column(title, overflow="fold")
         for row in _rows(reports):
-            table.add_row(*map(text, row))
+            table.add_row(*map(Text, row))
         console.print(table)

@@ -25,6 +25,7 @@ from qtensor.recipes import Recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
 
 Filter = Callable[[nn.Module, str], bool]
+Owners = dict[Tensor, list[tuple[nn.Module, str]]]
 
 _FEATURES = {"in_features", "out_features"}
 _INITIAL = "_high_precision_init_val"
@@ -177,15 +178,10 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
 # ---- the layers of a model
 
 
-def _check_root(op: str, model: Any, kind: type[nn.Module]) -> None:
+def _check_root(op: str, model: object, kind: type[nn.Module]) -> None:
     if not isinstance(model, nn.Module):
-        fail(
-            op,
-            "model must be a torch.nn.Module",
-            type(model).__name__,
-            "Pass one",
-            ArgumentTypeError,
-        )
+        rule = "model must be a torch.nn.Module"
+        fail(op, rule, type(model).__name__, "Pass one", ArgumentTypeError)
     if isinstance(model, kind) and not (kind is nn.Linear and isinstance(model, QuantizedModule)):
         rule = "layers are swapped inside of their parent, and the root has none"
         fix = "Pass the module that holds it, or wrap it: holder = nn.Sequential(layer)"
@@ -214,9 +210,9 @@ def _find(
     return layers
 
 
-def _owners(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
+def _owners(model: nn.Module) -> Owners:
     """Return the modules that hold each parameter, with the parameter's path in each."""
-    owners: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    owners: Owners = {}
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -225,7 +221,7 @@ def _owners(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
     return owners
 
 
-def _report(module: Any, places: list[Place], note: str) -> LayerReport:
+def _report(module: nn.Module, places: list[Place], note: str) -> LayerReport:
     names = [p.name or "(root)" for p in places]
     if len(names) > 1:
         note = f"{note}; also {', '.join(names[1:])}".removeprefix("; ")
@@ -243,7 +239,7 @@ def _filtered(module: nn.Module, places: list[Place], filter_fn: Filter | None) 
 
 
 def _convert_obstacle(
-    module: Any, places: list[Place], request: Request, owners: dict[Tensor, Any], held: bool
+    module: nn.Module, places: list[Place], request: Request, owners: Owners, held: bool
 ) -> str:
     """Return the reason for which ``convert_`` skips a layer; "" if it converts the layer."""
     if filtered := _filtered(module, places, request.filter_fn):
@@ -324,7 +320,7 @@ def _is_to_be_stored(weight: Weight, request: Request) -> bool:
     return request.operands(weight.kind, weight.name)["weight"] is not None
 
 
-def _tie_obstacle(module: Any, weight: Any, owners: dict[Tensor, Any]) -> str:
+def _tie_obstacle(module: nn.Module, weight: Tensor, owners: Owners) -> str:
     """Return the reason for which a weight cannot be replaced by a quantized one, or ""."""
     others = [name for owner, name in owners[weight] if owner is not module]
     if others:
@@ -335,11 +331,7 @@ def _tie_obstacle(module: Any, weight: Any, owners: dict[Tensor, Any]) -> str:
 
 
 def _revert_obstacle(
-    module: Any,
-    places: list[Place],
-    filter_fn: Filter | None,
-    owners: dict[Tensor, Any],
-    held: bool,
+    module: Any, places: list[Place], filter_fn: Filter | None, owners: Owners, held: bool
 ) -> str:
     """Return the reason for which ``revert_`` skips a layer; "" if it reverts the layer."""
     if filtered := _filtered(module, places, filter_fn):
@@ -376,7 +368,7 @@ def _fields_of(kind: Callable[..., nn.Module]) -> frozenset[str]:
     return frozenset(vars(kind(1, 1, device="meta"))) - frozenset(vars(nn.Module()))
 
 
-def _quantized_layer(old: Any, name: str, recipe: Recipe | None) -> Linear:
+def _quantized_layer(old: nn.Linear, name: str, recipe: Recipe | None) -> Linear:
     rows, columns = old.weight.shape
     # On "meta" nothing is allocated, initialised or drawn from a generator.
     new = Linear(columns, rows, old.bias is not None, "meta", recipe=recipe, name=name)
@@ -398,7 +390,7 @@ def _become_quantized(old: Any, name: str, recipe: Recipe | None) -> Linear:
     return old
 
 
-def _become_plain(old: Any) -> Any:
+def _become_plain(old: nn.Module) -> nn.Module:
     """Turn a sharded ``Linear`` back into an ``nn.Linear``, and return it."""
     old.__class__ = with_base(type(old), Linear, nn.Linear)
     for key in _fields_of(Linear) - _fields_of(nn.Linear):
@@ -440,7 +432,7 @@ def _store_quantized(layer: QuantizedModule, weights: list[Weight]) -> None:
         setattr(layer, weight.attribute, made[old])
 
 
-def _successor(old: Any, values: Any) -> nn.Parameter:
+def _successor(old: Any, values: Tensor) -> nn.Parameter:
     """Return a parameter with new values and with the gradient and attributes of ``old``."""
     new = nn.Parameter(values, requires_grad=old.requires_grad)
     own = {*vars(old.detach()), *vars(new), "_is_param", _INITIAL}

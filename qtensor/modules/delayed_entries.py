@@ -7,8 +7,8 @@ rank. ``StateOfRank`` tells it to store those of all ranks, joined along dim 0, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,11 @@ class StateOfRank(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if func in _KEEP and type(result) is Tensor:
@@ -83,14 +87,14 @@ class StateOfRank(Tensor):
             return StateOfRank.of(result, state.kind, state.rank, state.ranks)
         return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"StateOfRank({self.as_subclass(Tensor)!r}, {self.rank} of {self.ranks})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateOfRank:
         copied = memo[id(self)] = self.clone()
         return copied  # type: ignore[return-value]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # Files of torch.save hold a plain tensor.
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
@@ -110,9 +114,7 @@ class StateOfRank(Tensor):
         )
 
     def _chunk(self, rank: int, ranks: int) -> Any:
-        from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415 - takes a second
-            ChunkStorageMetadata,
-        )
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415 - takes a second
 
         rows, *rest = self.shape
         return ChunkStorageMetadata(
@@ -120,17 +122,10 @@ class StateOfRank(Tensor):
             sizes=torch.Size([ranks * rows, *rest]),
         )
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: Tensor) -> list[Any]:
         """Return what this rank writes: its rows of the joined tensor."""
-        from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415 - takes a second
-            MetadataIndex,
-            TensorProperties,
-        )
-        from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415 - takes a second
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
 
         if self.rank < 0:
             return []
@@ -143,7 +138,7 @@ class StateOfRank(Tensor):
         """Return what this rank reads: the rows of all ranks, however many there are."""
         return [self._chunk(0, MAX_RANKS)]
 
-    def __get_tensor_shard__(self, index: Any) -> Any:
+    def __get_tensor_shard__(self, index: object) -> RowsOfRanks:
         """Return what ``torch.distributed.checkpoint`` saves, or writes to."""
         return RowsOfRanks(self, getattr(index, "fqn", ""))
 
@@ -216,11 +211,8 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
 
     The ranks of a sharded weight are those of its mesh. Those of a plain weight are the ranks of
     ``group`` if there is one, and otherwise all ranks of the program. The group does not make all
-    entries equal: the newest maxima are a rank's own until the next step reduces them.
-
-    Args:
-        weights: the parameters of the layer.
-        group: name of the process group over which the last step reduced maxima, or None.
+    entries equal: the newest maxima are a rank's own until the next step reduces them. ``group``
+    names the group over which the last step reduced maxima; it is None without one.
     """
     sharded = is_dtensor(weights[0])
     if not (dist.is_available() and dist.is_initialized()):
@@ -240,7 +232,7 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
     return rank, ranks
 
 
-def save_entries(module: Any, destination: Any, prefix: str) -> None:
+def save_entries(module: Any, destination: dict[str, Any], prefix: str) -> None:
     """Add the entries of delayed scaling of a module to its ``state_dict``."""
     for weight, delayed in used_states(module):
         key = f"{prefix}_delayed_scaling.{weight}"
@@ -257,7 +249,9 @@ def used_states(module: Any) -> Iterator[tuple[str, DelayedState]]:
             yield weight, module._delayed(weight)
 
 
-def take_entries(module: Any, state_dict: Any, prefix: str) -> dict[str, tuple[Tensor, Tensor]]:
+def take_entries(
+    module: Any, state_dict: dict[str, Any], prefix: str
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Remove the entries of delayed scaling from a dict, and return checked values by weight.
 
     Raises:
@@ -294,7 +288,7 @@ def _check_taught(label: str) -> None:
 
 
 def _of_this_rank(
-    weights: Sequence[Any], state: LinearState, scale: Any, history: Any
+    weights: Sequence[Any], state: LinearState, scale: object, history: object
 ) -> tuple[Any, Any]:
     """Return the entries of this rank from those of several, as ``dcp_to_torch_save`` joins them.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from qtensor.core.buffer_shapes import rows_cols
@@ -13,7 +14,7 @@ from qtensor.core.dtensors import is_dtensor
 from qtensor.core.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
 from qtensor.functional.grouped.args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped.grouped_function import run_grouped_linear
-from qtensor.functional.linear.layer_plan import LinearPlan, linear_plan, stored_weight_plan
+from qtensor.functional.linear.layer_plan import LinearPlan
 from qtensor.functional.linear.main_grad import report_when_accumulated
 from qtensor.functional.operands import draw
 from qtensor.functional.ranks.dtensors import localize
@@ -49,22 +50,10 @@ class GroupedLinear(QuantizedModule):
         in_features: K. Under a recipe, a multiple of 16 (FP8, NVFP4) or 32 (MX).
         out_features: N, with the same rule.
         bias: add a bias (N,) to each group.
-        device: device of the parameters. "meta" leaves them without data until ``to_empty`` and
-            ``reset_parameters``, or ``load_state_dict(assign=True)``.
-        params_dtype: dtype of the parameters; torch's default dtype if None.
-        dtype: another name for ``params_dtype``.
-        recipe: used outside every ``autocast`` region.
-        name: shown in error messages, and passed to recipes as part of each role.
-        init_method: fills a weight (N, K) in place. Without it the weights are initialised as in
-            ``torch.nn.Linear``.
-        quantized_params: store the weights quantized, as ``recipe`` or the recipe that is active at
-            construction reads them.
+        device, params_dtype, dtype, recipe, name, init_method, quantized_params,
+        fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: for each weight, see
+            ``Linear``.
         return_bias: do not add the biases, and return ``(y, [bias0, ...])``.
-        fuse_wgrad_accumulation: add weight gradients to ``main_grad`` of each weight and leave
-            ``grad`` alone. If the weight's ``overwrite_main_grad`` is true, overwrite instead.
-            Backward sets ``grad_added_to_main_grad`` of each weight.
-        delay_wgrad_compute: postpone weight gradients until ``backward_dw()``.
-        save_original_input: save the input itself for backward, and quantize it again there.
         parallel_mode: only None; see Raises.
         tp_group: ignored, for the signature of ``Linear``.
         sequence_parallel: only False; see Raises.
@@ -83,7 +72,7 @@ class GroupedLinear(QuantizedModule):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
+        device: torch.types.Device = None,
         params_dtype: torch.dtype | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -96,7 +85,7 @@ class GroupedLinear(QuantizedModule):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         parallel_mode: str | None = None,
-        tp_group: Any = None,
+        tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(recipe, name)
@@ -124,10 +113,12 @@ class GroupedLinear(QuantizedModule):
         if not self.weight0.is_meta:
             self.reset_parameters()
 
-    def _check_parallel(self, mode: str | None, group: Any, sequence: bool) -> None:
+    def _check_parallel(
+        self, mode: str | None, group: dist.ProcessGroup | None, sequence: bool
+    ) -> None:
         if mode is None and not sequence:
             return
-        if hasattr(group, "size") and group.size() == 1:
+        if group is not None and hasattr(group, "size") and group.size() == 1:
             # One rank has nothing to communicate. This call checks the names of the options.
             make_parallel(self.label, group, mode, sequence)
             return
@@ -208,7 +199,7 @@ class GroupedLinear(QuantizedModule):
         args.site = active(state.site)
         out, workspace, amaxes = run_grouped_linear(args)
         store_workspace(state, workspace, args.plan.weight, shape)
-        self._record_groups(amaxes, args.plan)
+        self._record(amaxes, "weight", args.plan)
         if args.wgrad is not None and args.wgrad.main_grads:
             out = report_when_accumulated(out, state.report)
         if own is not None:
@@ -226,8 +217,7 @@ class GroupedLinear(QuantizedModule):
         training = torch.is_grad_enabled()
         wanted = [i for i, w in enumerate(weights) if training and w.requires_grad]
         dgrad = training and input.requires_grad
-        key = self._recipe_key()
-        plan = self._grouped_plan(key, dgrad, bool(wanted))
+        plan = self._grouped_plan(dgrad, bool(wanted))
         options, whole = self._options, self.weight0
         if is_dtensor(whole):
             options = options._replace(placements=whole.placements)
@@ -254,27 +244,17 @@ class GroupedLinear(QuantizedModule):
         if scheduled and wanted:
             args.wgrad = self._grouped_wgrad(wanted)
 
-    def _record_groups(self, amaxes: list[Tensor], plan: LinearPlan) -> None:
-        """Record the maxima of inputs and weights, each (1,), in the state of delayed scaling."""
-        if amaxes and self.training and not amaxes[0].is_meta:
-            # The columns of the history: inputs of all groups, then their weights.
-            first = 0 if plan.delayed[0] else self.num_gemms
-            self._states["weight"].delayed.record([amax.detach() for amax in amaxes], first)
-
-    def _grouped_plan(self, key: str, dgrad: bool, wgrad: bool) -> LinearPlan:
+    def _grouped_plan(self, dgrad: bool, wgrad: bool) -> LinearPlan:
+        """Return the plan of a call, after checking that all weights are stored alike."""
         stored = self._stored["weight0"]
         for i in range(1, self.num_gemms):
             other = self._stored[f"weight{i}"]
             if other != stored:
-                fail(
-                    f"{self.label} weight",
-                    "the weights of all groups must be stored alike",
-                    f"weight0 as {stored or 'plain'}, weight{i} as {other or 'plain'}",
-                    "Quantize all of them with one quantizer, or none",
-                )
-        if stored:
-            return stored_weight_plan(stored, key, MODULE, self.name, dgrad, wgrad)
-        return linear_plan(key, MODULE, self.name, dgrad, wgrad)
+                rule = "the weights of all groups must be stored alike"
+                got = f"weight0 as {stored or 'plain'}, weight{i} as {other or 'plain'}"
+                fix = "Quantize all of them with one quantizer, or none"
+                fail(f"{self.label} weight", rule, got, fix)
+        return self._plan(dgrad, wgrad, "weight0", self._options)
 
     def _splits(self, input: Tensor, m_splits: Sequence[int] | Tensor) -> Splits:
         """Return the sizes of the groups, checked."""
@@ -342,8 +322,4 @@ class GroupedLinear(QuantizedModule):
 
     def extra_repr(self) -> str:
         """Return the sizes and options for the repr of the module."""
-        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
-        canonical = self._stored.get("weight0", "")
-        stored = f", stored={canonical}" if canonical else ""
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}{recipe}{stored}"
+        return f"num_gemms={self.num_gemms}, {self._repr('weight0', self.use_bias)}"

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from qtensor.core.dtensors import part_of
 from qtensor.core.errors import DtypeError, fail
 from qtensor.functional.linear.layer_plan import LinearPlan, alignment
+from qtensor.functional.operands import Quantized
 from qtensor.functional.ranks.parallel import check_input
 from qtensor.modules.options import LinearOptions
 from qtensor.modules.parameters import FLOATING
 
 
-def check_width(label: str, input: Any, columns: int) -> None:
+def check_width(label: str, input: Tensor | Quantized, columns: int) -> None:
     """Refuse an input (..., K) whose last dim is not in_features."""
     if input.ndim == 0 or input.shape[-1] != columns:
-        fail(
-            f"{label} input",
-            f"its last dim must be in_features, {columns}",
-            tuple(input.shape),
-            "Fix the input or the module",
-        )
+        rule = f"its last dim must be in_features, {columns}"
+        fail(f"{label} input", rule, tuple(input.shape), "Fix the input or the module")
 
 
 def check_layer_input(
@@ -31,20 +26,11 @@ def check_layer_input(
     """Refuse an input (..., K) that the weight (N, K), the recipe or the options do not fit."""
     check_width(label, input, weight.shape[1])
     if input.dtype not in FLOATING:
-        fail(
-            f"{label} input",
-            "it must be float32, bfloat16 or float16",
-            input.dtype,
-            "Convert it first",
-            DtypeError,
-        )
+        rule = "it must be float32, bfloat16 or float16"
+        fail(f"{label} input", rule, input.dtype, "Convert it first", DtypeError)
     if input.device != weight.device:
-        fail(
-            f"{label} input",
-            f"it must be on the weight's device, {weight.device}",
-            input.device,
-            "Move one of them",
-        )
+        rule = f"it must be on the weight's device, {weight.device}"
+        fail(f"{label} input", rule, input.device, "Move one of them")
     if options.parallel is not None:
         check_input(label, input.shape, options.parallel)
     check_alignment(label, weight, plan, options)
@@ -61,9 +47,7 @@ def check_alignment(label: str, weight: Tensor, plan: LinearPlan, options: Linea
     for role, canonical in (("input", plan.input), ("weight", plan.weight)):
         multiple = alignment(canonical)
         if rows % multiple or columns % multiple:
-            fail(
-                f"{label} {role}[{canonical.partition('(')[0]}]",
-                f"in_features and out_features{part} must be multiples of {multiple}",
-                f"{columns} and {rows}",
-                "Pad them, or run the layer under qtensor.autocast(enabled=False)",
-            )
+            rule = f"in_features and out_features{part} must be multiples of {multiple}"
+            got = f"{columns} and {rows}"
+            fix = "Pad them, or run the layer under qtensor.autocast(enabled=False)"
+            fail(f"{label} {role}[{canonical.partition('(')[0]}]", rule, got, fix)

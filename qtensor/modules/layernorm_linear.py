@@ -8,10 +8,8 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import fail
-from qtensor.modules.input_checks import check_width
 from qtensor.modules.linear import LinearBase, Output
 from qtensor.modules.normed import Normed
-from qtensor.modules.parameters import activation_dtype
 
 
 class LayerNormLinear(Normed, LinearBase):
@@ -53,19 +51,16 @@ class LayerNormLinear(Normed, LinearBase):
             rule = "the norm needs whole rows, so only out_features can be split"
             fail(label, rule, "parallel_mode='row'", "Pass 'column'")
         super().__init__(in_features, out_features, bias, **options)
-        self._mark_norm(self._options.parallel)
 
     def _make_parameters(
         self, names: tuple[str, str], shape: Shape, has_bias: bool, factory: dict[str, Any]
     ) -> None:
-        self._make_norm(self.in_features, factory)
+        self._make_norm(self.in_features, factory, self._options.parallel)
         super()._make_parameters(names, shape, has_bias, factory)
 
     def reset_parameters(self) -> None:
         """Initialise like ``Linear``, and set the norm's weight to 1 and its bias to 0."""
-        self._reset_norm()
-        # `to_empty` replaces the parameters, and the new ones lack the mark for Megatron.
-        self._mark_norm(self._options.parallel)
+        self._reset_norm(self._options.parallel)
         super().reset_parameters()
 
     def forward(
@@ -82,9 +77,7 @@ class LayerNormLinear(Normed, LinearBase):
             (..., out_features); then the bias (out_features,) with ``return_bias``, then the normed
             input (..., in_features) with ``return_layernorm_output``.
         """
-        input = activation_dtype(input)
-        check_width(self.label, input, self.in_features)
-        normed = self._norm(input)
+        normed = self._norm(input, self.in_features)
         out = super().forward(
             normed,
             is_first_microbatch,

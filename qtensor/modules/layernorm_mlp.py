@@ -6,24 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qtensor.core.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
 from qtensor.library.activation import is_gated
-from qtensor.modules.input_checks import check_width
-from qtensor.modules.linear import (
-    Output,
-    make_parallel,
-    one_dtype,
-    requested_output,
-    shard,
-)
+from qtensor.modules.linear import Output, make_parallel, one_dtype, requested_output, shard
 from qtensor.modules.linear_module import LinearModule
 from qtensor.modules.normed import Normed
 from qtensor.modules.options import Call, LinearOptions, check_features
-from qtensor.modules.parameters import activation_dtype
 from qtensor.recipes import Recipe
 from qtensor.reference.activation import KINDS
 
@@ -31,11 +24,7 @@ _FC1, _FC2 = ("fc1_weight", "fc1_bias"), ("fc2_weight", "fc2_bias")
 
 
 def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | None) -> str:
-    """Return the ``kind`` of ``functional.activation`` for an activation and its parameters.
-
-    Raises:
-        QTensorError: the activation is unknown, or does not have these parameters.
-    """
+    """Return the ``kind`` of ``functional.activation`` for an activation and its parameters."""
     if activation not in KINDS:
         rule = f"activation must be one of {', '.join(KINDS)}"
         fail(label, rule, repr(activation), "Choose one of them")
@@ -70,21 +59,13 @@ class LayerNormMLP(Normed, LinearModule):
             ``sequence_parallel`` it has the rank's own rows.
         return_bias: do not add the bias of fc2, and return it.
         zero_centered_gamma: store the norm's weight minus 1.
-        device: device of the parameters. "meta" leaves them without data until ``to_empty`` and
-            ``reset_parameters``, or ``load_state_dict(assign=True)``.
-        params_dtype: dtype of the parameters; torch's default dtype if None.
-        dtype: another name for ``params_dtype``.
-        recipe: used outside every ``autocast`` region.
+        device, params_dtype, dtype, recipe, init_method, quantized_params,
+        fuse_wgrad_accumulation, delay_wgrad_compute: for both weights, see ``Linear``.
         name: shown in error messages. The roles of recipes have ``name.fc1`` and ``name.fc2``.
-        init_method: fills a weight in place, before it is split over ranks. Without it the layers
-            are initialised as ``torch.nn.Linear``.
-        quantized_params: store both weights quantized.
         set_parallel_mode: split the out_features of fc1 and the in_features of fc2 over
             ``tp_group``. With a gated activation, each half of fc1 is split.
         tp_group: process group of tensor parallelism.
         sequence_parallel: input and output of the module are split over the group along dim 0.
-        fuse_wgrad_accumulation: see ``Linear``.
-        delay_wgrad_compute: see ``Linear``.
 
     Raises:
         QTensorError: an argument is illegal, or two arguments do not go together.
@@ -104,7 +85,7 @@ class LayerNormMLP(Normed, LinearModule):
         return_layernorm_output: bool = False,
         return_bias: bool = False,
         zero_centered_gamma: bool = False,
-        device: Any = None,
+        device: torch.types.Device = None,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
@@ -112,7 +93,7 @@ class LayerNormMLP(Normed, LinearModule):
         init_method: Callable[[Tensor], Any] | None = None,
         quantized_params: bool = False,
         set_parallel_mode: bool = False,
-        tp_group: Any = None,
+        tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
@@ -132,7 +113,7 @@ class LayerNormMLP(Normed, LinearModule):
             make_parallel(self.label, tp_group, mode, sequence_parallel, "set_parallel_mode")
             for mode in modes
         )
-        self._rank = 0 if first is None else tp_group.rank()
+        self._rank = 0 if first is None or tp_group is None else tp_group.rank()
         wgrad_options = (False, delay_wgrad_compute, fuse_wgrad_accumulation)
         prefix = f"{name}." if name else ""
         self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *wgrad_options)
@@ -140,19 +121,16 @@ class LayerNormMLP(Normed, LinearModule):
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
         factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
-        self._make_norm(hidden_size, factory)
+        self._make_norm(hidden_size, factory, first)
         shapes = (self._halves * ffn, hidden_size), (hidden_size, ffn)
         self._make_layer(_FC1, self._fc1_options, shapes[0], bias, factory)
         self._make_layer(_FC2, self._fc2_options, shapes[1], bias, factory)
-        self._mark_norm(first)
         if not self.fc1_weight.is_meta:
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise both layers like ``torch.nn.Linear``, or by ``init_method``, and the norm."""
-        self._reset_norm()
-        # `to_empty` replaces the parameters; the new ones have no marks.
-        self._mark_norm(self._fc1_options.parallel)
+        self._reset_norm(self._fc1_options.parallel)
         hidden, ffn, halves = self.hidden_size, self.ffn_hidden_size, self._halves
         self._reset_parameters(_FC1, (halves * ffn, hidden), self._fc1_options, halves)
         self._reset_parameters(_FC2, (hidden, ffn), self._fc2_options)
@@ -183,9 +161,7 @@ class LayerNormMLP(Normed, LinearModule):
             (..., hidden_size); then the bias of fc2 (hidden_size,) with ``return_bias``, then the
             normed input (..., hidden_size) with ``return_layernorm_output``.
         """
-        input = activation_dtype(input)
-        check_width(self.label, input, self.hidden_size)
-        normed = self._norm(input)
+        normed = self._norm(input, self.hidden_size)
         first = None if is_first_microbatch is None else Call(is_first_microbatch)
         second = first
         if quantized_output is not False:

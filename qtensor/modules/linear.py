@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from qtensor.core.errors import ArgumentTypeError, check, fail
@@ -23,66 +24,41 @@ _NAMES = ("weight", "bias")
 
 def make_parallel(
     label: str,
-    tp_group: Any,
+    tp_group: dist.ProcessGroup | None,
     parallel_mode: str | None,
     sequence_parallel: bool,
     option: str = "parallel_mode",
 ) -> Parallel | None:
     """Return the split of a weight over a process group; None for no mode or a group of one.
 
-    Args:
-        label: the module, for error messages.
-        tp_group: the process group.
-        parallel_mode: None, "column" or "row".
-        sequence_parallel: split activations over the group too.
-        option: name of the module's option that turns the split on.
+    ``option`` is the name of the module's option that turns the split on.
 
     Raises:
         QTensorError: the mode is unknown, or it has no group that this rank belongs to.
     """
     off, choice = ("None", "'column' or 'row'") if option == "parallel_mode" else ("False", "True")
     if parallel_mode not in MODES:
-        fail(
-            label,
-            "parallel_mode must be None, 'column' or 'row'",
-            repr(parallel_mode),
-            "Choose one",
-        )
+        rule = "parallel_mode must be None, 'column' or 'row'"
+        fail(label, rule, repr(parallel_mode), "Choose one")
     if parallel_mode is None:
-        check(
-            not sequence_parallel,
-            label,
-            f"sequence_parallel needs {option}",
-            f"{option}={off}",
-            f"Pass {choice}",
-        )
+        rule = f"sequence_parallel needs {option}"
+        check(not sequence_parallel, label, rule, f"{option}={off}", f"Pass {choice}")
         return None
-    check(
-        tp_group is not None,
-        label,
-        f"{option} needs the process group that the weight is split over",
-        "tp_group=None",
-        "Pass a process group, for example tp_group=torch.distributed.group.WORLD",
-    )
-    check(
-        hasattr(tp_group, "group_name") and hasattr(tp_group, "size"),
-        label,
-        "tp_group must be a process group that this rank belongs to",
-        repr(tp_group),
-        "Pass what torch.distributed.new_group or DeviceMesh.get_group returns",
-        ArgumentTypeError,
-    )
+    if tp_group is None:
+        rule = f"{option} needs the process group that the weight is split over"
+        fix = "Pass a process group, for example tp_group=torch.distributed.group.WORLD"
+        fail(label, rule, "tp_group=None", fix)
+    if not (hasattr(tp_group, "group_name") and hasattr(tp_group, "size")):
+        rule = "tp_group must be a process group that this rank belongs to"
+        fix = "Pass what torch.distributed.new_group or DeviceMesh.get_group returns"
+        fail(label, rule, repr(tp_group), fix, ArgumentTypeError)
     if tp_group.size() == 1:
         return None
     return Parallel(tp_group.group_name, tp_group.size(), parallel_mode, bool(sequence_parallel))
 
 
 def shard(label: str, name: str, size: int, parallel: Parallel | None) -> int:
-    """Return the part of a size that one rank holds; all of it without a split.
-
-    Raises:
-        QTensorError: the number of ranks does not divide the size.
-    """
+    """Return the part of a size that one rank holds; all of it without a split."""
     if parallel is None:
         return size
     rule = f"{name} must be a multiple of the {parallel.size} ranks of tp_group"
@@ -93,10 +69,7 @@ def shard(label: str, name: str, size: int, parallel: Parallel | None) -> int:
 def requested_output(key: Callable[[], str], request: Output, options: LinearOptions) -> str:
     """Return the canonical string of the output's quantizer; "" for a plain output.
 
-    Args:
-        key: returns the key of the active recipe.
-        request: True for the recipe's choice, a format id or a quantizer; False for plain.
-        options: the options of the layer.
+    ``key`` returns the key of the active recipe. The request is True for the recipe's choice.
     """
     if request is False or request is None:
         return ""
@@ -108,11 +81,7 @@ def requested_output(key: Callable[[], str], request: Output, options: LinearOpt
 def one_dtype(
     label: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """Return the dtype of a module's parameters; None for torch's default dtype.
-
-    Raises:
-        QTensorError: the caller passes both ``params_dtype`` and ``dtype``.
-    """
+    """Return the dtype of a module's parameters; None for torch's default dtype."""
     if params_dtype is not None and dtype is not None:
         got = f"params_dtype={params_dtype}, dtype={dtype}"
         fail(label, "params_dtype and dtype are two names of one option", got, "Pass one of them")
@@ -136,7 +105,7 @@ class LinearBase(LinearModule):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
+        device: torch.types.Device = None,
         params_dtype: torch.dtype | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -147,7 +116,7 @@ class LinearBase(LinearModule):
         preserve_high_precision_init_val: bool = False,
         return_bias: bool = False,
         parallel_mode: str | None = None,
-        tp_group: Any = None,
+        tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
@@ -157,7 +126,7 @@ class LinearBase(LinearModule):
         check_features(self.label, in_features=in_features, out_features=out_features)
         parallel = make_parallel(self.label, tp_group, parallel_mode, sequence_parallel)
         self.in_features, self.out_features = in_features, out_features
-        self._rank = 0 if parallel is None else tp_group.rank()
+        self._rank = 0 if parallel is None or tp_group is None else tp_group.rank()
         rows, columns = out_features, in_features
         if parallel_mode == "column":
             rows = shard(self.label, "out_features", rows, parallel)
@@ -241,14 +210,9 @@ class LinearBase(LinearModule):
 
     def extra_repr(self) -> str:
         """Return the sizes and options for the repr of the module."""
-        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
-        canonical = self._stored.get("weight", "")
-        stored = f", stored={canonical}" if canonical else ""
-        has_bias = self.bias is not None
         split = self._options.parallel
         part = "" if split is None else f", parallel_mode={split.mode!r}, tp_size={split.size}"
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={has_bias}{recipe}{stored}{part}"
+        return f"{self._repr('weight', self.bias is not None)}{part}"
 
 
 class Linear(LinearBase, nn.Linear):

@@ -10,12 +10,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.dtensors import is_dtensor
 from qtensor.functional.linear.args import LinearFwdArgs
-from qtensor.functional.linear.layer_plan import (
-    LinearPlan,
-    linear_plan,
-    stored_weight_plan,
-    weight_label,
-)
+from qtensor.functional.linear.layer_plan import linear_plan, weight_label
 from qtensor.functional.linear.linear_function import run_linear
 from qtensor.functional.linear.main_grad import report_when_accumulated
 from qtensor.functional.linear.one_op import LINEAR, one_op
@@ -57,12 +52,8 @@ class LinearModule(QuantizedModule):
     ) -> Tensor:
         """Return ``input @ weight.T + bias``, (..., N).
 
-        Args:
-            input: (..., K), plain or quantized.
-            weight: name of the weight (N, K).
-            bias: name of the bias (N,), or "".
-            options: the options of the layer.
-            call: the options of this call; None for the defaults.
+        ``weight`` is the name of a weight (N, K), and ``bias`` that of a bias (N,), or "". The
+        options of this call are the defaults if ``call`` is None.
         """
         w = getattr(self, weight)
         b = getattr(self, bias) if bias else None
@@ -151,31 +142,13 @@ class LinearModule(QuantizedModule):
         self._record(amaxes, weight, plan)
         return out
 
-    def _plan(self, dgrad: bool, wgrad: bool, weight: str, options: LinearOptions) -> LinearPlan:
-        """Return the plan of a call; ``dgrad``, ``wgrad``: input and weight need gradients."""
-        key = self._recipe_key()
-        stored = self._stored[weight]
-        if stored:
-            # One call, because strict export cannot trace operations on a constant tuple.
-            return stored_weight_plan(stored, key, options.module, options.name, dgrad, wgrad)
-        return linear_plan(key, options.module, options.name, dgrad, wgrad)
-
     def _complete(
-        self,
-        args: LinearFwdArgs,
-        input: Tensor,
-        weight: str,
-        options: LinearOptions,
-        call: Call,
+        self, args: LinearFwdArgs, input: Tensor, weight: str, options: LinearOptions, call: Call
     ) -> None:
         """Complete the arguments of a call from the layer's options and state.
 
-        Args:
-            args: its weight, plan and gradient flags are set.
-            input: the input (..., K), or a tensor of its dtype and device.
-            weight: name of the weight (N, K).
-            options: the options of the layer.
-            call: the options of this call.
+        Weight, plan and gradient flags of ``args`` are set. ``input`` is the input (..., K), or a
+        tensor of its dtype and device.
         """
         plan, state = args.plan, self._states[weight]
         args.dtype = input.dtype
@@ -193,12 +166,6 @@ class LinearModule(QuantizedModule):
         if scheduled and args.weight_requires_grad:
             label = weight_label(options.module, options.name)
             args.wgrad = weight_gradient(label, getattr(self, weight), state, options)
-
-    def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
-        """Record the maxima of input and weight, each (1,), in the state of delayed scaling."""
-        if amaxes and self.training and not amaxes[0].is_meta:
-            first = 0 if plan.delayed[0] else 1
-            self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _early_seeds(
         self, like: Tensor, weight: str, options: LinearOptions

@@ -10,17 +10,15 @@ from torch import Tensor, nn
 from qtensor.core.errors import fail
 from qtensor.functional.norm import norm
 from qtensor.functional.ranks.parallel import Parallel
+from qtensor.modules.input_checks import check_width
+from qtensor.modules.parameters import activation_dtype
 
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 """The ``kind`` of ``functional.norm`` for each legal value of ``normalization``."""
 
 
 def eps_text(label: str, eps: float) -> str:
-    """Return an epsilon as a string, for Dynamo: it would make a float symbolic, and compile twice.
-
-    Raises:
-        QTensorError: the epsilon is not a number >= 0.
-    """
+    """Return an epsilon as a string: Dynamo would make a float symbolic, and compile twice."""
     if not isinstance(eps, float | int) or not eps >= 0:
         fail(label, "eps must be a number >= 0", repr(eps), "Pass a number, for example 1e-5")
     return repr(float(eps))
@@ -51,11 +49,7 @@ class Normed:
     def _set_norm(
         self, label: str, normalization: str, eps: float, zero_centered_gamma: bool
     ) -> None:
-        """Check and store the options of the norm.
-
-        Raises:
-            QTensorError: the norm is unknown, or the epsilon is not a number >= 0.
-        """
+        """Check and store the options of the norm."""
         if normalization not in NORMALIZATIONS:
             rule = f"normalization must be one of {', '.join(NORMALIZATIONS)}"
             fail(label, rule, repr(normalization), "Choose one of them")
@@ -68,15 +62,18 @@ class Normed:
         """The number that is added to the norm's variance."""
         return float(self._eps)
 
-    def _make_norm(self, features: int, factory: dict[str, Any]) -> None:
+    def _make_norm(self, features: int, factory: dict[str, Any], parallel: Parallel | None) -> None:
         self.layer_norm_weight = nn.Parameter(torch.empty(features, **factory))
         has_bias = self.kind == "layernorm"
         bias = nn.Parameter(torch.empty(features, **factory)) if has_bias else None
         self.register_parameter("layer_norm_bias", bias)  # type: ignore[attr-defined]
+        self._mark_norm(parallel)
 
-    def _reset_norm(self) -> None:
+    def _reset_norm(self, parallel: Parallel | None) -> None:
         """Set the norm's weight to 1 and its bias to 0."""
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
+        # `to_empty` replaces the parameters; the new ones have no marks.
+        self._mark_norm(parallel)
 
     def _mark_norm(self, parallel: Parallel | None) -> None:
         """Mark parameters for Megatron, which then sums their gradients over the group."""
@@ -86,7 +83,10 @@ class Normed:
             if parameter is not None:
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
-    def _norm(self, input: Tensor) -> Tensor:
+    def _norm(self, input: Tensor, features: int) -> Tensor:
+        """Return the norm of an input (..., features), after checking it."""
+        input = activation_dtype(input)
+        check_width(self.label, input, features)  # type: ignore[attr-defined]
         return norm(
             input,
             self.layer_norm_weight,

@@ -61,28 +61,18 @@ def one_op_roles(options: LinearOptions) -> str:
 
 
 def check_features(label: str, **sizes: int) -> None:
-    """Refuse sizes that are not positive integers.
-
-    Raises:
-        QTensorError: a size is not a positive integer.
-    """
+    """Refuse sizes that are not positive integers."""
     for name, size in sizes.items():
         right = isinstance(size, int) and not isinstance(size, bool) and size > 0
         check(right, label, f"{name} must be a positive integer", repr(size), "Fix the size")
 
 
 def check_original_input(label: str, plan: LinearPlan) -> None:
-    """Refuse ``save_original_input`` if backward would quantize the input to other bytes.
-
-    Raises:
-        UnsupportedError: the input's quantizer draws random numbers or needs a factor.
-    """
+    """Refuse ``save_original_input`` if backward would quantize the input to other bytes."""
     if plan.backward_override is None and not is_requantization_safe(plan.input):
-        fail(
-            f"{label} input",
+        rule = (
             "save_original_input quantizes the input again in backward, which must give the "
-            "same bytes",
-            plan.input,
-            "Build the module with save_original_input=False for this recipe",
-            UnsupportedError,
+            "same bytes"
         )
+        fix = "Build the module with save_original_input=False for this recipe"
+        fail(f"{label} input", rule, plan.input, fix, UnsupportedError)

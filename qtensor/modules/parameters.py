@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.dtensors import local_part
 from qtensor.modules.options import LinearOptions
+from qtensor.quantizers import Quantizer
 from qtensor.recipes import Role, parse_recipe, role_quantizers
 from qtensor.storage.ranks.fully_shard import GatheredWeight
 
@@ -23,24 +24,22 @@ def follows_calls() -> bool:
     return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
-def stored_canonical(parameter: Any) -> str:
+def stored_canonical(parameter: Tensor | None) -> str:
     """Return the canonical string of a parameter's quantizer; "" for a plain parameter."""
     own = local_part(parameter)
-    # A weight in high precision that fully_shard gathers quantized reaches the layer so.
+    # Under fully_shard the layer may see a MasterWeight, whose gathered form is quantized.
     return own._whole_quantizer().canonical if isinstance(own, GatheredWeight) else ""
 
 
-def weight_quantizer(key: str, options: LinearOptions) -> Any:
+def weight_quantizer(key: str, options: LinearOptions) -> Quantizer | None:
     """Return the quantizer, with both usages, of a weight that a layer stores quantized.
 
     None if the recipe with this key reads the layer's weight in high precision.
     """
-    quantizer: Any = role_quantizers(key, options.module, options.name)["weight"]
-    if quantizer is None:
-        return None
-    if quantizer.needs_scale:
+    quantizer = role_quantizers(key, options.module, options.name)["weight"]
+    if quantizer is not None and quantizer.needs_scale:
         quantizer = parse_recipe(key).own_quantizer(Role("output", options.module, options.name))
-    return quantizer.with_usage(rowwise=True, columnwise=True)
+    return None if quantizer is None else quantizer.with_usage(rowwise=True, columnwise=True)
 
 
 def activation_dtype(input: Tensor) -> Tensor:
@@ -57,10 +56,7 @@ def initial_weight(
 ) -> Tensor:
     """Return initial values of a weight, in the dtype and on the device of ``like``.
 
-    Args:
-        shape: (N, K).
-        like: the parameter, or this rank's part of it.
-        init_method: fills the values in place; None initialises as ``torch.nn.Linear`` does.
+    ``init_method`` fills the values (N, K) in place; None initialises as ``torch.nn.Linear`` does.
     """
     values = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     with torch.no_grad():

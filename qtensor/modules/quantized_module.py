@@ -14,6 +14,7 @@ from qtensor.core.buffer_shapes import Shape
 from qtensor.core.dtensors import install_rules, is_dtensor
 from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.functional.linear.args import DelayedCall
+from qtensor.functional.linear.layer_plan import LinearPlan, linear_plan, stored_weight_plan
 from qtensor.library.gradient import listen
 from qtensor.modules.delayed_entries import save_entries, take_entries
 from qtensor.modules.options import LinearOptions
@@ -53,19 +54,22 @@ class QuantizedModule(nn.Module):
         self.init_method: Callable[[Tensor], Any] | None = None
         self._rank = 0
         if not (recipe is None or isinstance(recipe, Recipe)):
-            fail(
-                self.label,
-                "recipe must be a recipe object",
-                repr(recipe),
-                "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()",
-                ArgumentTypeError,
-            )
+            rule = "recipe must be a recipe object"
+            fix = "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()"
+            fail(self.label, rule, repr(recipe), fix, ArgumentTypeError)
 
     @property
     def label(self) -> str:
         """The class and the name of the module, for error messages."""
         kind = type(self).__name__
         return f"{kind}[{self.name}]" if self.name else kind
+
+    def _repr(self, weight: str, bias: bool) -> str:
+        """Return sizes, recipe and the format of a stored weight, for ``extra_repr``."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
+        canonical = self._stored.get(weight, "")
+        return f"{sizes}{recipe}, stored={canonical}" if canonical else f"{sizes}{recipe}"
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, and record its quantizer for code that is traced."""
@@ -114,11 +118,8 @@ class QuantizedModule(nn.Module):
     def _begin_delayed(self, like: Tensor, weight: str, module: str, name: str) -> DelayedCall:
         """Return the factors of delayed scaling of a call.
 
-        Args:
-            like: a tensor on the device of the call.
-            weight: name of the weight.
-            module: the kind of module, for the recipe's roles.
-            name: the module's name, for the recipe's roles.
+        ``module`` and ``name`` describe the layer to the recipe; ``like`` is on the device of the
+        call.
         """
         layer = self._states[weight]
         if like.is_meta:
@@ -157,12 +158,9 @@ class QuantizedModule(nn.Module):
         """Return ``values`` (N, K), quantized in both directions as the recipe reads a weight."""
         key = self._recipe_key() if self.recipe is None else self.recipe.key
         if not key:
-            fail(
-                self.label,
-                "quantized_params needs a recipe, which says how weights are quantized",
-                "none",
-                "Pass recipe=, or build the module inside qtensor.autocast(recipe=...)",
-            )
+            rule = "quantized_params needs a recipe, which says how weights are quantized"
+            fix = "Pass recipe=, or build the module inside qtensor.autocast(recipe=...)"
+            fail(self.label, rule, "none", fix)
         quantizer = weight_quantizer(key, options)
         with torch.no_grad():
             return values if quantizer is None else quantizer(values)
@@ -208,6 +206,24 @@ class QuantizedModule(nn.Module):
         if self.preserve_high_precision_init_val:
             parameter._high_precision_init_val = values.detach().cpu()  # type: ignore[attr-defined]
 
+    # ---- the call
+
+    def _plan(self, dgrad: bool, wgrad: bool, weight: str, options: LinearOptions) -> LinearPlan:
+        """Return the plan of a call; ``dgrad``, ``wgrad``: input and weight need gradients."""
+        key, stored = self._recipe_key(), self._stored[weight]
+        if stored:
+            # One call, because strict export cannot trace operations on a constant tuple.
+            return stored_weight_plan(stored, key, options.module, options.name, dgrad, wgrad)
+        return linear_plan(key, options.module, options.name, dgrad, wgrad)
+
+    def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
+        """Record the maxima of inputs and weights, each (1,), in the state of delayed scaling."""
+        if amaxes and self.training and not amaxes[0].is_meta:
+            # The columns of the history: inputs of all groups, then their weights.
+            state = self._states[weight]
+            first = 0 if plan.delayed[0] else state.groups
+            state.delayed.record([amax.detach() for amax in amaxes], first)
+
     # ---- state dict
 
     @property
@@ -224,11 +240,13 @@ class QuantizedModule(nn.Module):
         quantizers = role_quantizers(key, options.module, options.name).values()
         return any(quantizer is not None and quantizer.needs_scale for quantizer in quantizers)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         save_entries(self, destination, prefix)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # All entries are checked before the first one is written.
         loaded = take_entries(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -31,33 +31,23 @@ def set_values(parameter: Any, values: Tensor) -> None:
 
 
 def check_not_sharded(label: str, parameter: Any) -> None:
-    """Refuse to replace a sharded parameter by a quantized one.
-
-    Raises:
-        UnsupportedError: the parameter is sharded.
-    """
+    """Refuse to replace a sharded parameter by a quantized one."""
     if is_dtensor(parameter):
-        fail(
-            label,
+        rule = (
             "the values of quantized_params are set before the layer is sharded, because a shard "
-            "of plain values cannot become a shard of codes",
-            f"a weight with the placements {parameter.placements}",
-            "Call reset_parameters() or load the weights before fully_shard",
-            UnsupportedError,
+            "of plain values cannot become a shard of codes"
         )
+        got = f"a weight with the placements {parameter.placements}"
+        fix = "Call reset_parameters() or load the weights before fully_shard"
+        fail(label, rule, got, fix, UnsupportedError)
 
 
 def backward_dw(label: str, weight: Any, key: int, into_main_grad: bool) -> None:
     """Compute the oldest postponed weight gradient of the layer ``key`` and accumulate it.
 
     The gradient of a weight that ``fully_shard`` has sharded is averaged over the ranks of the
-    mesh, so that all ranks must call this function. It is reduced in its own dtype.
-
-    Args:
-        label: names the layer in errors.
-        weight: (N, K), plain or sharded.
-        key: identifies the layer's postponed gradients.
-        into_main_grad: add to ``weight.main_grad`` instead of ``weight.grad``.
+    mesh, so that all ranks must call this function. It is reduced in its own dtype. With
+    ``into_main_grad`` it is added to ``weight.main_grad`` instead of ``weight.grad``.
 
     Raises:
         QTensorError: no gradient is postponed, or the weight is split in a way that its gradient
@@ -68,13 +58,10 @@ def backward_dw(label: str, weight: Any, key: int, into_main_grad: bool) -> None
         return
     grad = delayed_wgrad(weight.dtype, key)
     if grad.shape != weight.shape or into_main_grad:
-        fail(
-            f"{label} backward_dw",
-            "the gradient must have the shape of the whole weight and go to weight.grad",
-            f"{tuple(grad.shape)} for {tuple(weight.shape)} with {weight.placements}",
-            "Build the layer with delay_wgrad_compute=False",
-            UnsupportedError,
-        )
+        rule = "the gradient must have the shape of the whole weight and go to weight.grad"
+        got = f"{tuple(grad.shape)} for {tuple(weight.shape)} with {weight.placements}"
+        fix = "Build the layer with delay_wgrad_compute=False"
+        fail(f"{label} backward_dw", rule, got, fix, UnsupportedError)
     from torch.distributed.tensor import DTensor, Partial  # noqa: PLC0415 - takes a second
 
     mesh = weight.device_mesh

@@ -26,14 +26,7 @@ from qtensor.library.delayed import (
     RECORD_AMAX,
 )
 from qtensor.library.gradient import drop_listener, drop_postponed
-from qtensor.library.recomputation import (
-    Factors,
-    active_runs,
-    forget,
-    is_running,
-    keep,
-    recall,
-)
+from qtensor.library.recomputation import Factors, active_runs, forget, is_running, keep, recall
 from qtensor.recipes import MAX_HISTORY, parse_recipe
 from qtensor.recipes.base import FUNCTIONS
 from qtensor.storage.process_groups import max_over
@@ -63,7 +56,7 @@ class DelayedState:
     ``steps[0]`` is 0 before the first step, and -1 after a checkpoint was loaded.
     """
 
-    def __init__(self, device: Any = "cpu", groups: int = 1) -> None:
+    def __init__(self, device: torch.device | str = "cpu", groups: int = 1) -> None:
         self.scale = torch.ones(3 * groups, dtype=torch.float32, device=device)
         self.history = torch.zeros(MAX_HISTORY, 3 * groups, dtype=torch.float32, device=device)
         self.cell = torch.zeros(groups, dtype=torch.float32, device=device)
@@ -110,9 +103,6 @@ class DelayedState:
         An evaluation reads them so: no op may write to the state, because a program that writes to
         state cannot be exported, and ranks may evaluate on their own, so that no maxima are reduced
         over them.
-
-        Args:
-            report: (2,) int64 on the CPU; begins with the key of the layer.
         """
         if torch.compiler.is_compiling() and is_running():
             return Factors(*DELAYED_READ(self.scale, self.steps, report))
@@ -121,12 +111,8 @@ class DelayedState:
     def begin(self, key: str, module: str, name: str, groups: int, report: Tensor) -> Factors:
         """Return the factors of a call in training; the first call of a step computes new ones.
 
-        Args:
-            key: key of the recipe.
-            module: the kind of module, for the recipe's roles.
-            name: the module's name, for the recipe's roles.
-            groups: number of GEMMs.
-            report: (2,) int64 on the CPU; begins with the key of the layer.
+        ``module`` and ``name`` describe the layer to the recipe, and ``report`` (2,) begins with
+        its key.
         """
         options = delayed_options(key)
         length = options.amax_history_len
@@ -231,12 +217,6 @@ class DelayedState:
 def check_checkpoint(label: str, scale: Any, history: Any, groups: int) -> None:
     """Check scales and history from a checkpoint before anything is written.
 
-    Args:
-        label: names the state in messages.
-        scale: must be float32 (3 * groups,) of finite numbers above 0.
-        history: must be float32 (rows, 3 * groups), at most 1024 rows, of maxima: not negative.
-        groups: number of GEMMs.
-
     Raises:
         QTensorError: a tensor of another shape or with other values.
         DtypeError: a tensor of another dtype, or something that is not a tensor.
@@ -332,11 +312,8 @@ class LinearState:
     def begin(self, key: str, module: str, name: str, training: bool) -> DelayedCall:
         """Return the factors of delayed scaling of a call.
 
-        Args:
-            key: key of the recipe.
-            module: the kind of module, for the recipe's roles.
-            name: the module's name, for the recipe's roles.
-            training: False leaves the state as it is.
+        ``module`` and ``name`` describe the layer to the recipe. Without ``training`` the state
+        stays as it is.
         """
         delayed = self.delayed
         is_compiling = torch.compiler.is_compiling()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from qtensor.core.dtensors import local_part
@@ -13,29 +11,27 @@ from qtensor.modules.options import LinearOptions
 from qtensor.modules.state import LinearState
 
 
-def main_grad_of(label: str, weight: Any) -> tuple[Tensor, bool]:
+def main_grad_of(label: str, weight: Tensor) -> tuple[Tensor, bool]:
     """Return this rank's part of ``weight.main_grad``, and whether backward overwrites it.
 
     The tensor is an alias, so that the caller may change ``main_grad`` between forward and
     backward.
-
-    Raises:
-        QTensorError: the weight has no ``main_grad``.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
-        fail(
-            label,
-            "fuse_wgrad_accumulation adds to weight.main_grad",
-            "none",
+        rule = "fuse_wgrad_accumulation adds to weight.main_grad"
+        fix = (
             "Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32). Under "
             "fully_shard, which computes with a gathered copy of the weight, build the layer "
-            "with fuse_wgrad_accumulation=False",
+            "with fuse_wgrad_accumulation=False"
         )
+        fail(label, rule, "none", fix)
     return local_part(main_grad).data, bool(getattr(weight, "overwrite_main_grad", False))
 
 
-def weight_gradient(label: str, weight: Any, state: LinearState, options: LinearOptions) -> Wgrad:
+def weight_gradient(
+    label: str, weight: Tensor, state: LinearState, options: LinearOptions
+) -> Wgrad:
     """Return where a call puts the gradient of ``weight`` (N, K) that it does not return."""
     if options.delay_wgrad_compute:
         return Wgrad(key=state.key)

@@ -20,12 +20,8 @@ def use_workspace(
 ) -> None:
     """Use the quantized weight of an earlier microbatch, or store that of this call.
 
-    Args:
-        args: its plan is set.
-        state: the state of the layer.
-        shape: (N, K) of the weight, or of each weight of a grouped layer.
-        is_first_microbatch: True quantizes the weight.
-        noop: one element, read on its device. Non-zero leaves the stored weight as it is.
+    The plan of ``args`` is set. ``shape`` is that of each weight (N, K). If ``noop``, one element
+    on the device, is non-zero, the stored weight stays as it is.
     """
     wanted = args.plan.weight
     if not wanted:

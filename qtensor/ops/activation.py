@@ -7,12 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from qtensor.core.errors import check, fail
-from qtensor.library.activation import (
-    ACTIVATION,
-    ACTIVATION_BACKWARD,
-    clamped_swiglu,
-    is_gated,
-)
+from qtensor.library.activation import ACTIVATION, ACTIVATION_BACKWARD, clamped_swiglu, is_gated
 from qtensor.library.fused import ACTIVATION_QUANTIZE
 from qtensor.ops.handover import Request, from_buffers, produce
 from qtensor.ops.norm import matrix
@@ -61,15 +56,12 @@ class Activation(BasicOperation):
         ctx.save_for_backward(matrix(input))
         ctx.shape = input.shape
 
-    def gradient(self, ctx: BackwardContext, grad_output: Tensor) -> Tensor:
-        """Return the gradient of the input."""
-        (x,) = ctx.saved_tensors
-        dx = ACTIVATION_BACKWARD(matrix(grad_output), x, self.kind)
-        return dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
-
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
         """Return the gradient of the input; if requested, quantize it."""
-        return produce(self.gradient(ctx, grad_output), ctx.grad_input_request), ()
+        (x,) = ctx.saved_tensors
+        dx = ACTIVATION_BACKWARD(matrix(grad_output), x, self.kind)
+        dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
+        return produce(dx, ctx.grad_input_request), ()
 
 
 class GELU(Activation):

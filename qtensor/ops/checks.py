@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qtensor.core.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
+from torch import nn
+
+from qtensor.core.errors import QTensorError, UnsupportedError, fail
+from qtensor.ops.operation import FusibleOperation, refuse_result
 
 
-def name_operation(op: Any, error: QTensorError) -> None:
+def name_operation(op: FusibleOperation, error: QTensorError) -> None:
     """Add the operation and its index to an error's message, unless they are in it already."""
     message = str(error)
     if not any(basic.label in message for basic in op.basic_ops):
@@ -16,52 +19,16 @@ def name_operation(op: Any, error: QTensorError) -> None:
         error.args = (f"{labels}: {message}",)
 
 
-def check_tuple(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
-    """Return what a function of an operation returned, checked to be a tuple of that form.
-
-    Args:
-        op: the operation.
-        name: name of the function.
-        result: the value that it returned.
-        form: descriptions of the tuple's elements, for the message.
-
-    Raises:
-        QTensorError: ``result`` is not a tuple with as many elements as ``form``.
-    """
-    if not isinstance(result, tuple) or len(result) != len(form):
-        kind = type(result).__name__
-        got = f"{kind} of {len(result)}" if isinstance(result, tuple) else kind
-        refuse_result(op, name, f"return ({', '.join(form)})", got)
-    return result
-
-
-def refuse_result(op: Any, name: str, must: str, got: object) -> None:
-    """Raise the error for a function of an operation that returned a wrong value.
-
-    Raises:
-        QTensorError: always.
-    """
-    fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", ArgumentTypeError)
-
-
-def check_list(op: Any, name: str, what: str, items: Any, count: int) -> Sequence[Any]:
-    """Return ``items``, after checking that it is a list of ``count`` results.
-
-    Raises:
-        QTensorError: ``items`` is not a list or tuple of ``count``.
-    """
+def check_list(op: FusibleOperation, name: str, what: str, items: Any, count: int) -> Sequence[Any]:
+    """Return ``items``, after checking that it is a list of ``count`` results."""
     if not isinstance(items, (tuple, list)) or len(items) != count:
         got = len(items) if isinstance(items, (tuple, list)) else type(items).__name__
         refuse_result(op, name, f"return {count} {what}", got)
     return items
 
 
-def check_gradients(op: Any, items: Any, count: int) -> Sequence[Any]:
-    """Return ``items``, after checking that it holds a gradient or None for each parameter.
-
-    Raises:
-        QTensorError: backward returned another number of gradients.
-    """
+def check_gradients(op: FusibleOperation, items: Any, count: int) -> Sequence[Any]:
+    """Return ``items``, after checking that it holds a gradient or None for each parameter."""
     if not isinstance(items, (tuple, list)) or len(items) != count:
         rule = f"its backward must return a gradient or None for each of its {count} parameters"
         got = len(items) if isinstance(items, (tuple, list)) else type(items).__name__
@@ -69,12 +36,8 @@ def check_gradients(op: Any, items: Any, count: int) -> Sequence[Any]:
     return items
 
 
-def refuse_hooks(ops: Sequence[Any]) -> None:
-    """Raise an error if an operation has hooks, which a sequence would not call.
-
-    Raises:
-        QTensorError: an operation has hooks; the message names it.
-    """
+def refuse_hooks(ops: Sequence[FusibleOperation]) -> None:
+    """Raise an error if an operation has hooks, which a sequence would not call."""
     for op in ops:
         if any(hooks_of(op)):
             rule = "a sequence does not call operations one by one, so their hooks cannot run"
@@ -82,7 +45,7 @@ def refuse_hooks(ops: Sequence[Any]) -> None:
             fail(op.label, rule, "one or more", fix, UnsupportedError)
 
 
-def hooks_of(op: Any) -> list[Any]:
+def hooks_of(op: nn.Module) -> list[dict[int, Any]]:
     """Return the dictionaries of an operation's hooks."""
     return [
         op._forward_pre_hooks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, check
@@ -22,7 +23,7 @@ class _Collective(BasicOperation):
         QTensorError: ``group`` is not a process group.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         check(
             hasattr(group, "group_name") and hasattr(group, "size"),

@@ -9,22 +9,18 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import QTensorError
-from qtensor.ops.checks import (
-    check_gradients,
-    check_list,
-    check_tuple,
-    name_operation,
-    refuse_result,
-)
-from qtensor.ops.handover import Request
+from qtensor.ops.checks import check_gradients, check_list, name_operation
+from qtensor.ops.handover import Request, Value
 from qtensor.ops.operation import (
     COMPUTED,
     GRADIENTS,
     BackwardContext,
-    BasicOperation,
+    FusibleOperation,
     OperationContext,
+    check_tuple,
+    refuse_result,
 )
-from qtensor.ops.routes import Routes
+from qtensor.ops.routes import Routes, Wiring
 from qtensor.ops.sequence_plan import ForwardStep, SequencePlan
 
 _COMPUTED = ("the output", "extra outputs of each operation", "data for save_ctx")
@@ -34,25 +30,6 @@ _GRADIENTS = (
     "gradients of parameters",
     "gradients of extra inputs",
 )
-
-
-class Wiring:
-    """The operations of a sequence, and the routing of their extra tensors.
-
-    Attributes:
-        ops: the basic operations.
-        input_channels, output_channels: for each operation a channel or None for each extra tensor.
-        asking: indices of the operations that may request a format for their gradient.
-        n_extra_inputs: number of extra inputs that the caller passes.
-        n_extra_outputs: for each operation, the number of extra outputs that the caller gets.
-    """
-
-    ops: tuple[BasicOperation, ...]
-    input_channels: list[tuple[str | None, ...]]
-    output_channels: list[tuple[str | None, ...]]
-    asking: tuple[int, ...]
-    n_extra_inputs: int
-    n_extra_outputs: list[int]
 
 
 class Call(NamedTuple):
@@ -89,7 +66,7 @@ class Forward(NamedTuple):
 
 
 def execute(
-    call: Call, input: Any, extra_inputs: Sequence[Tensor], saving: bool
+    call: Call, input: Tensor, extra_inputs: Sequence[Tensor], saving: bool
 ) -> tuple[Any, Forward]:
     """Run the forward and return (the output, the state).
 
@@ -141,7 +118,7 @@ def _forward(run: Forward, x: Any) -> Any:
     return x
 
 
-def _by_fuser_functions(run: Forward, step: ForwardStep, x: Any, request: Request | None) -> Any:
+def _by_fuser_functions(run: Forward, step: ForwardStep, x: Value, request: Request | None) -> Any:
     """Run a step through the ``fuser_`` functions, and return its output."""
     op, first, last, _, publishes, form, inputs, outputs = step
     own, ctxs = run.call.kwargs[first : last + 1], run.contexts[first : last + 1]
@@ -202,7 +179,7 @@ def _take_extra_inputs(
 
 def _distribute(
     run: Forward,
-    op: Any,
+    op: FusibleOperation,
     outputs: Sequence[tuple[str | None, ...]],
     extras: Sequence[Sequence[Tensor]],
 ) -> None:
@@ -226,7 +203,7 @@ class Backward(NamedTuple):
     """Operations of the steps that have begun, for error messages."""
 
 
-def _backward(run: Backward, dy: Any) -> Any:
+def _backward(run: Backward, dy: Value) -> Any:
     """Run the backward, and return the gradient of the input."""
     ctx, contexts, routes = run.ctx, run.contexts, run.routes
     counts, ops = ctx.n_parameters, ctx.fuser.ops
@@ -262,7 +239,7 @@ class FuserFunction(torch.autograd.Function):
     """The autograd function of a sequence, for eager and compiled code."""
 
     @staticmethod
-    def forward(ctx: Any, input: Any, call: Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, input: Tensor, call: Call, *tensors: Tensor) -> Any:
         """Return (output, *extra outputs, *published tensors).
 
         ``tensors`` are the parameters, followed by the extra inputs.

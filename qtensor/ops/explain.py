@@ -18,9 +18,11 @@ from qtensor.core.errors import fail
 from qtensor.core.linear_plans import backward_plan, forward_plan
 from qtensor.core.texts import aligned
 from qtensor.ops.fuser import OperationFuser
-from qtensor.ops.operation import BasicOperation
-from qtensor.ops.sequence_plan import SequencePlan, WatchedStep
+from qtensor.ops.operation import BasicOperation, OperationContext
+from qtensor.ops.sequence_plan import BackwardStep, ForwardStep, SequencePlan, WatchedStep
 
+Contexts = Sequence[OperationContext]
+Group = OperationFuser | nn.Module
 ROWS = 1024
 """Rows of the example input that is used if the caller passes none."""
 
@@ -122,7 +124,13 @@ class _Log(TorchDispatchMode):
         self.backward = False
         self.calls: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         name = func._opname if func.namespace == "qtensor" else ""
         for canonical in _QUANTIZERS[name](args) if name in _QUANTIZERS else ():
             self.calls.append(name)
@@ -142,8 +150,8 @@ class _ObservedFuser(OperationFuser):
         self.rows = [Row(_name(op)) for op in self.ops]
         log.rows += self.rows
 
-    def __call__(self, *inputs: Any) -> Any:
-        out = super().__call__(*inputs)
+    def __call__(self, input: Tensor, *extra_inputs: Tensor) -> Any:
+        out = super().__call__(input, *extra_inputs)
         self.log.row = None
         return out
 
@@ -159,7 +167,7 @@ class _ObservedFuser(OperationFuser):
 class _ObservedStep(WatchedStep):
     """Stands for a step's operation, and records when it runs and what it saves."""
 
-    def __init__(self, step: Any, fuser: _ObservedFuser) -> None:
+    def __init__(self, step: ForwardStep | BackwardStep, fuser: _ObservedFuser) -> None:
         super().__init__(step.op)
         self._rows = fuser.rows[step.first : step.last + 1]
         self._log, self._parameters = fuser.log, fuser.parameters
@@ -171,11 +179,11 @@ class _ObservedStep(WatchedStep):
         self._enter(False)
         return self.op.fuser_forward_compute(*args, **kwargs)
 
-    def fuser_forward_save_ctx(self, ctxs: Any, *args: Any, **kwargs: Any) -> None:
+    def fuser_forward_save_ctx(self, ctxs: Contexts, *args: Any, **kwargs: Any) -> None:
         self.op.fuser_forward_save_ctx(ctxs, *args, **kwargs)
         self._saved(ctxs)
 
-    def fuser_forward(self, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
+    def fuser_forward(self, ctxs: Contexts, *args: Any, **kwargs: Any) -> Any:
         self._enter(False)
         result = self.op.fuser_forward(ctxs, *args, **kwargs)
         self._saved(ctxs)
@@ -185,13 +193,13 @@ class _ObservedStep(WatchedStep):
         self._enter(True)
         return self.op.fuser_backward(*args, **kwargs)
 
-    def _saved(self, ctxs: Any) -> None:
+    def _saved(self, ctxs: Contexts) -> None:
         for row, ctx in zip(self._rows, ctxs, strict=True):
             saved = [t for t in ctx.to_save if t is not None and id(t) not in self._parameters]
             row.saved = sum(t.nbytes for t in saved)
 
 
-def _observed(group: Any, log: _Log, parameters: set[int]) -> Any:
+def _observed(group: Group, log: _Log, parameters: set[int]) -> Group:
     """Return what runs in place of a group of the sequence: a fuser that fills in its rows."""
     if isinstance(group, OperationFuser):
         return _ObservedFuser(group, log, parameters)
@@ -199,11 +207,11 @@ def _observed(group: Any, log: _Log, parameters: set[int]) -> Any:
     return group
 
 
-def _faked(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _faked(module: nn.Sequential, mode: FakeTensorMode) -> nn.Sequential:
     """Return a copy whose parameters and buffers are fake tensors."""
     memo = {}
     for t in (*module.parameters(), *module.buffers()):
-        fake: Any = mode.from_tensor(t.detach())
+        fake: Tensor = mode.from_tensor(t.detach())
         if isinstance(t, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=t.requires_grad)
         memo[id(t)] = fake
@@ -211,11 +219,7 @@ def _faked(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def _example_input(sequence: nn.Sequential) -> Tensor:
-    """Return an input of a shape that the first operations take.
-
-    Raises:
-        QTensorError: the operations do not show their input size.
-    """
+    """Return an input of a shape that the first operations take."""
     for module in sequence:
         for op in getattr(module, "basic_ops", (module,)):
             size = getattr(op, "in_features", None)
@@ -229,13 +233,10 @@ def _example_input(sequence: nn.Sequential) -> Tensor:
     fail("Sequential.explain", rule, "no input", "Pass the input and the extra inputs")
 
 
-def explain(sequence: Any, *inputs: Tensor) -> SequenceExplanation:
+def explain(sequence: nn.Sequential, *inputs: Tensor) -> SequenceExplanation:
     """Return how ``sequence`` would run now, without computing anything or changing state.
 
-    Args:
-        sequence: a ``Sequential``.
-        *inputs: the input and the extra inputs; only shapes, dtypes and ``requires_grad`` matter.
-        Without inputs, an example input of 1024 rows that requires a gradient is used.
+    ``Sequential.explain`` describes the inputs.
 
     Raises:
         QTensorError: for the same reasons as a call.

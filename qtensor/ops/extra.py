@@ -8,29 +8,25 @@ from torch import Tensor
 
 from qtensor.core.errors import check, fail
 from qtensor.library.pointwise import add
-from qtensor.ops.handover import Request, produce
-from qtensor.ops.operation import BackwardContext, BasicOperation
-
-Extra = list[tuple[Tensor, ...]]
+from qtensor.ops.handover import Request, Value, produce
+from qtensor.ops.operation import (
+    BackwardContext,
+    BasicOperation,
+    Extra,
+    GradExtra,
+    OperationContext,
+)
 
 
 def check_channel(label: str, channel: str | None) -> None:
-    """Check that a channel is a name or None.
-
-    Raises:
-        QTensorError: it is something else.
-    """
+    """Check that a channel is a name or None."""
     right = channel is None or (isinstance(channel, str) and bool(channel))
     rule = "a channel must be a name, or None for a tensor of the caller"
     check(right, label, rule, repr(channel), 'Pass a name, for example "residual"')
 
 
 def check_extra(op: BasicOperation, input: Tensor, extra: Tensor) -> None:
-    """Check that an extra input has the shape and dtype of the input.
-
-    Raises:
-        QTensorError: it differs; the message shows both.
-    """
+    """Check that an extra input has the shape and dtype of the input."""
     if input.shape != extra.shape or input.dtype != extra.dtype:
         rule = "the extra input must have the shape and dtype of the input"
         got = f"{tuple(extra.shape)} {extra.dtype} for input {tuple(input.shape)} {input.dtype}"
@@ -43,7 +39,7 @@ class _Passing(BasicOperation, is_base=True):
     fuser_is_split = True
 
     def fuser_forward_save_ctx(
-        self, basic_op_ctxs: Any, input: Any, returned: Any, **kwargs: Any
+        self, basic_op_ctxs: list[OperationContext], input: Value, returned: None, **_: object
     ) -> None:
         """Save nothing."""
 
@@ -68,8 +64,8 @@ class AddExtraInput(_Passing):
         input: Tensor,
         *,
         basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
+        **_: object,
     ) -> tuple[Any, Extra, None]:
         """Return the sum."""
         (extra,) = basic_op_extra_inputs[0]
@@ -77,12 +73,8 @@ class AddExtraInput(_Passing):
         return produce(add(input, extra), next_op_input_request), [()], None
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[BackwardContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> tuple[Any, list[tuple[()]], list[tuple[Tensor | None, ...]]]:
+        self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: object
+    ) -> tuple[Any, list[tuple[()]], GradExtra]:
         """Return the gradient for both inputs."""
         dx = produce(grad_output, basic_op_ctxs[0].grad_input_request)
         return dx, [()], [(grad_output,)]
@@ -109,12 +101,7 @@ class MakeExtraOutput(_Passing):
         self.output_channels = (channel,)
 
     def fuser_forward_compute(
-        self,
-        input: Tensor,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
-        next_op_input_request: Request | None = None,
+        self, input: Tensor, *, next_op_input_request: Request | None = None, **_: object
     ) -> tuple[Any, Extra, None]:
         """Return the input twice."""
         return produce(input, next_op_input_request), [(input,)], None
@@ -124,7 +111,7 @@ class MakeExtraOutput(_Passing):
         basic_op_ctxs: list[BackwardContext],
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+        basic_op_grad_extra_outputs: GradExtra,
     ) -> tuple[Any, list[tuple[()]], list[tuple[()]]]:
         """Return the sum of both gradients."""
         (extra,) = basic_op_grad_extra_outputs[0]
@@ -156,12 +143,7 @@ class ExtraInput(_Passing):
         self.output_channels = (channel,)
 
     def fuser_forward_compute(
-        self,
-        input: Any,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
-        next_op_input_request: Request | None = None,
+        self, input: Value, *, basic_op_extra_inputs: Extra, **_: object
     ) -> tuple[Any, Extra, None]:
         """Return both tensors unchanged."""
         return input, [basic_op_extra_inputs[0]], None
@@ -169,10 +151,10 @@ class ExtraInput(_Passing):
     def fuser_backward(
         self,
         basic_op_ctxs: list[BackwardContext],
-        grad_output: Any,
+        grad_output: Value,
         *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> tuple[Any, list[tuple[()]], list[tuple[Tensor | None, ...]]]:
+        basic_op_grad_extra_outputs: GradExtra,
+    ) -> tuple[Any, list[tuple[()]], GradExtra]:
         """Return both gradients unchanged."""
         return grad_output, [()], [basic_op_grad_extra_outputs[0]]
 

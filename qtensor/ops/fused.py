@@ -15,21 +15,24 @@ from qtensor.library.pointwise import SCALE, SCALE_ADD, add
 from qtensor.ops.activation import ACTIVATIONS
 from qtensor.ops.extra import AddExtraInput, MakeExtraOutput, check_extra
 from qtensor.ops.fusions import FUSIONS, Fusion
-from qtensor.ops.grouped_linear import GroupedLinear
-from qtensor.ops.handover import Request, produce
-from qtensor.ops.linear import BasicLinear, Bias, bias_gradient
+from qtensor.ops.grouped_linear import GroupedLinear, GroupedProduct
+from qtensor.ops.handover import Input, Request, produce
+from qtensor.ops.linear import BasicLinear, Bias, Product, bias_gradient
 from qtensor.ops.norm import LayerNorm, RMSNorm
 from qtensor.ops.operation import (
     BackwardContext,
     BasicOperation,
+    Extra,
     FusedOperation,
+    GradExtra,
+    Kwargs,
     OperationContext,
 )
 from qtensor.ops.simple import ConstantScale
 from qtensor.recipes import Recipe
 
-Extra = list[tuple[Tensor, ...]]
-GradExtra = list[tuple[Tensor | None, ...]]
+Grad = Tensor | None
+Grads = Sequence[Grad]
 
 
 class _Fused(FusedOperation):
@@ -60,9 +63,7 @@ class _ForwardLinear(_Fused):
         bias = basic_ops[1] if isinstance(basic_ops[1], Bias) else None
         self.__dict__.update(linear=basic_ops[0], bias=bias, last=basic_ops[-1])
 
-    def finish(
-        self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
-    ) -> Any:
+    def finish(self, y: Tensor, extra: Extra, kwargs: Kwargs, request: Request | None) -> Any:
         """Return the result of the operations after product and bias."""
         raise NotImplementedError
 
@@ -71,12 +72,12 @@ class _ForwardLinear(_Fused):
 
     def fuser_forward_compute(
         self,
-        input: Any,
+        input: Input,
         *,
         basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
-    ) -> tuple[Any, Extra, Any]:
+    ) -> tuple[Any, Extra, Product]:
         """Return the result, and the product for ``fuser_forward_save_ctx``."""
         bias = None if self.bias is None else self.bias.bias
         call = basic_op_kwargs[0]["call"]
@@ -89,11 +90,11 @@ class _ForwardLinear(_Fused):
     def fuser_forward_save_ctx(
         self,
         basic_op_ctxs: list[OperationContext],
-        input: Any,
-        returned: Any,
+        input: Input,
+        returned: Product,
         *,
         basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_kwargs: Kwargs,
     ) -> None:
         """Save what each operation would save alone."""
         self.linear.save_operands(basic_op_ctxs[0], returned)
@@ -101,7 +102,7 @@ class _ForwardLinear(_Fused):
             self.bias.op_forward_save_ctx(basic_op_ctxs[1], None, None)
         self.finish_ctx(basic_op_ctxs[-1], returned.forward.out, basic_op_kwargs[-1])
 
-    def published_by_op(self, returned: Any) -> list[list[Tensor]]:
+    def published_by_op(self, returned: Product) -> list[list[Tensor]]:
         """Return the product's maxima."""
         return [returned.forward.amaxes]
 
@@ -109,9 +110,7 @@ class _ForwardLinear(_Fused):
 class ForwardLinearBiasActivation(_ForwardLinear):
     """Forward of [BasicLinear, Bias], with or without an activation after them."""
 
-    def finish(
-        self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
-    ) -> Any:
+    def finish(self, y: Tensor, extra: Extra, kwargs: Kwargs, request: Request | None) -> Any:
         """Return the activation."""
         last = self.basic_ops[-1]
         if isinstance(last, Bias):
@@ -128,9 +127,7 @@ class ForwardLinearBiasActivation(_ForwardLinear):
 class ForwardLinearBiasAdd(_ForwardLinear):
     """Forward of [BasicLinear, AddExtraInput], with or without a Bias between them."""
 
-    def finish(
-        self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
-    ) -> Any:
+    def finish(self, y: Tensor, extra: Extra, kwargs: Kwargs, request: Request | None) -> Any:
         """Return the sum."""
         (other,) = extra[-1]
         check_extra(self.last, y, other)
@@ -140,9 +137,7 @@ class ForwardLinearBiasAdd(_ForwardLinear):
 class ForwardLinearScaleAdd(_ForwardLinear):
     """Forward of [BasicLinear, ConstantScale, AddExtraInput]; a Bias may follow BasicLinear."""
 
-    def finish(
-        self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
-    ) -> Any:
+    def finish(self, y: Tensor, extra: Extra, kwargs: Kwargs, request: Request | None) -> Any:
         """Return the scaled sum, computed in one pass."""
         (other,) = extra[-1]
         check_extra(self.last, y, other)
@@ -161,7 +156,7 @@ class ForwardGroupedMLP(_Fused):
         input: Tensor,
         *,
         basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, Any]:
         """Return the result, and the results of both products for ``fuser_forward_save_ctx``."""
@@ -177,10 +172,8 @@ class ForwardGroupedMLP(_Fused):
         self,
         basic_op_ctxs: list[OperationContext],
         input: Tensor,
-        returned: Any,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
+        returned: tuple[GroupedProduct, GroupedProduct],
+        **_: object,
     ) -> None:
         """Save what each operation would save alone."""
         first, activation, second = self.basic_ops
@@ -189,7 +182,9 @@ class ForwardGroupedMLP(_Fused):
         activation.op_forward_save_ctx(basic_op_ctxs[1], hidden[0].out, None)
         second.save_operands(basic_op_ctxs[2], out)
 
-    def published_by_op(self, returned: Any) -> list[list[Tensor]]:
+    def published_by_op(
+        self, returned: tuple[GroupedProduct, GroupedProduct]
+    ) -> list[list[Tensor]]:
         """Return the maxima of both products."""
         hidden, out = returned
         return [hidden[0].amaxes, [], out[0].amaxes]
@@ -198,73 +193,59 @@ class ForwardGroupedMLP(_Fused):
 # ---- backward
 
 
-class BackwardActivationBias(_Fused):
-    """Backward of [Bias, activation]: one gradient serves the bias and, quantized, the product."""
+class _FusedBackward(_Fused):
+    """Base of fused backwards of two operations: that of the second one, then ``finish``."""
+
+    def finish(self, dx: Grad, ctx: BackwardContext, extra: Grads) -> tuple[Grad, Grads]:
+        """Return the gradients of the input and of the parameters of the first operation."""
+        raise NotImplementedError
 
     def fuser_backward(
         self,
         basic_op_ctxs: list[BackwardContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: GradExtra,
-    ) -> tuple[Any, list[Any], GradExtra]:
-        """Return the gradients of input and bias."""
-        ctx = basic_op_ctxs[0]
-        dx = self.basic_ops[1].gradient(basic_op_ctxs[1], grad_output)
-        return produce(dx, ctx.grad_input_request), [[bias_gradient(dx, ctx)], ()], [(), ()]
-
-
-class BackwardAddNorm(_Fused):
-    """Backward of [MakeExtraOutput, RMSNorm or LayerNorm]: adds the residual branch's gradient."""
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[BackwardContext],
-        grad_output: Tensor,
+        grad_output: Input,
         *,
         basic_op_grad_extra_outputs: GradExtra,
     ) -> tuple[Any, list[Any], GradExtra]:
         """Return the gradients of input and parameters."""
-        (extra,) = basic_op_grad_extra_outputs[0]
-        dx, grads = self.basic_ops[1].gradients(basic_op_ctxs[1], grad_output)
-        dx = dx if extra is None else add(dx, extra)
-        return produce(dx, basic_op_ctxs[0].grad_input_request), [(), grads], [(), ()]
+        ctx, last = basic_op_ctxs
+        dx, grads = self.basic_ops[1].op_backward(last, grad_output)
+        dx, first = self.finish(dx, ctx, basic_op_grad_extra_outputs[0])
+        dx = dx if dx is None else produce(dx, ctx.grad_input_request)
+        return dx, [first, grads], [(), ()]
 
 
-class BackwardLinearAdd(_Fused):
+class BackwardActivationBias(_FusedBackward):
+    """Backward of [Bias, activation]: one gradient serves the bias and, quantized, the product."""
+
+    def finish(self, dx: Grad, ctx: BackwardContext, extra: Grads) -> tuple[Grad, Grads]:
+        """Return the gradient unchanged, and that of the bias."""
+        return dx, [None if dx is None else bias_gradient(dx, ctx)]
+
+
+class _BackwardAdd(_FusedBackward):
+    """Base of the backwards that begin with MakeExtraOutput."""
+
+    def finish(self, dx: Grad, ctx: BackwardContext, extra: Grads) -> tuple[Grad, Grads]:
+        """Return the sum with the gradient of the other branch."""
+        (other,) = extra
+        return dx if other is None or dx is None else add(dx, other), ()
+
+
+class BackwardAddNorm(_BackwardAdd):
+    """Backward of [MakeExtraOutput, RMSNorm or LayerNorm]: adds the residual branch's gradient."""
+
+
+class BackwardLinearAdd(_BackwardAdd):
     """Backward of [MakeExtraOutput, BasicLinear]: adds the other branch's gradient to dgrad."""
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[BackwardContext],
-        grad_output: Any,
-        *,
-        basic_op_grad_extra_outputs: GradExtra,
-    ) -> tuple[Any, list[Any], GradExtra]:
-        """Return the gradients of input and weight."""
-        (extra,) = basic_op_grad_extra_outputs[0]
-        dx, grads = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output)
-        dx = dx if extra is None or dx is None else add(dx, extra)
-        dx = dx if dx is None else produce(dx, basic_op_ctxs[0].grad_input_request)
-        return dx, [(), grads], [(), ()]
 
-
-class BackwardLinearScale(_Fused):
+class BackwardLinearScale(_FusedBackward):
     """Backward of [ConstantScale, BasicLinear]: dgrad times the factor."""
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[BackwardContext],
-        grad_output: Any,
-        *,
-        basic_op_grad_extra_outputs: GradExtra,
-    ) -> tuple[Any, list[Any], GradExtra]:
-        """Return the gradients of input and weight."""
-        dx, grads = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output)
-        if dx is not None:
-            factor = self.basic_ops[0].scale
-            dx = produce(SCALE(dx, factor), basic_op_ctxs[0].grad_input_request)
-        return dx, [(), grads], [(), ()]
+    def finish(self, dx: Grad, ctx: BackwardContext, extra: Grads) -> tuple[Grad, Grads]:
+        """Return the gradient times the factor."""
+        return dx if dx is None else SCALE(dx, self.basic_ops[0].scale), ()
 
 
 _FORWARD: list[tuple[tuple[Any, ...], Any]] = [

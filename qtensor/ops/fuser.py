@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, check, fail
 from qtensor.core.torch_state import constant_in_graphs
-from qtensor.ops.execution import Call, FuserFunction, Wiring, execute
+from qtensor.ops.execution import Call, FuserFunction, execute
 from qtensor.ops.fusions import EPOCH, Step, fuse
 from qtensor.ops.operation import BasicOperation, FusibleOperation, parameters_of
+from qtensor.ops.routes import Wiring
 from qtensor.ops.sequence_plan import SequencePlan, channels
 
 HAND_OVER_FROM = 2**16
@@ -67,9 +68,7 @@ def fuse_nothing(ops: Sequence[BasicOperation], first: int) -> tuple[Any, Any]:
 class OperationFuser(Wiring):
     """Plans and runs a sequence of basic operations.
 
-    Args:
-        ops: operations; composite operations are replaced by their basic operations.
-        fusing: False to run each operation separately.
+    Composite operations are replaced by their basic operations.
 
     Raises:
         QTensorError: an operation occurs twice, or channels do not match.
@@ -89,7 +88,7 @@ class OperationFuser(Wiring):
         self.reporting = tuple([index for index, op in enumerate(self.ops) if op.reports])
         self.plan_names: dict[tuple[tuple[str, ...], int, int], str] = {}
         self.plans_made = 0
-        self.recorded: Any = None
+        self.recorded: OperationFuser | None = None
         """The fuser that runs instead while ``qtensor.debug`` records."""
         self.number = next(_NUMBERS)
         _FUSERS[self.number] = self
@@ -142,7 +141,7 @@ class OperationFuser(Wiring):
         steps = fuse(ops, keys, first) if self.fusing else fuse_nothing(ops, first)
         return SequencePlan(ops, steps, self.fusing, run_plan)
 
-    def __deepcopy__(self, memo: Any) -> OperationFuser:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OperationFuser:
         return OperationFuser([copy.deepcopy(op, memo) for op in self.ops], self.fusing)
 
     def _first(self, extra_inputs: Sequence[Tensor]) -> int:
@@ -159,14 +158,15 @@ class OperationFuser(Wiring):
                     taken += 1
         return len(self.ops)
 
-    def __call__(self, input: Any, *extra_inputs: Tensor) -> Any:
+    def __call__(self, input: Tensor, *extra_inputs: Tensor) -> Any:
         """Return the output, followed by the extra outputs that go to the caller."""
         plan, first = self.plan(input, extra_inputs)
-        outside = plan.run_outside is not None and torch.compiler.is_compiling()
-        run = plan.run_outside if outside else run_plan
+        run: Callable[..., Any] = run_plan
+        if plan.run_outside is not None and torch.compiler.is_compiling():
+            run = plan.run_outside
         return run(self, plan, first, input, extra_inputs)
 
-    def plan(self, input: Any, extra_inputs: Sequence[Tensor]) -> tuple[SequencePlan, int]:
+    def plan(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[SequencePlan, int]:
         """Return the plan for a call and the index of the first operation in backward.
 
         Raises:
@@ -180,7 +180,7 @@ class OperationFuser(Wiring):
         keys = tuple([self.ops[index].plan_key() for index in self.keyed])
         return getattr(self, _plan_name(self.number, keys, first, EPOCH.number)), first
 
-    def _check(self, input: Any, extra_inputs: Sequence[Tensor]) -> None:
+    def _check(self, input: object, extra_inputs: Sequence[Tensor]) -> None:
         for t in (input, *extra_inputs):
             if not isinstance(t, Tensor):
                 label = f"sequence of {len(self.ops)} operations"
@@ -193,9 +193,6 @@ class OperationFuser(Wiring):
         """Raise the error for a wrong number of extra inputs.
 
         ``count`` is the number that was passed.
-
-        Raises:
-            QTensorError: always; the message names the operations that take extra inputs.
         """
         wanting = [
             op.label
@@ -212,7 +209,7 @@ def run_plan(
     fuser: OperationFuser,
     plan: SequencePlan,
     first: int,
-    input: Any,
+    input: Tensor,
     extra_inputs: Sequence[Tensor],
 ) -> Any:
     """Run a call with a known plan."""

@@ -113,7 +113,7 @@ def unregister_fusion(builder: Builder) -> None:
 class Step(NamedTuple):
     """One operation of a plan, with the indices of the basic operations that it replaces."""
 
-    op: Any
+    op: BasicOperation | FusedOperation
     first: int
     last: int
 
@@ -128,11 +128,7 @@ def _fits(entry: Fusion, ops: Sequence[BasicOperation]) -> bool:
 
 
 def _built(entry: Fusion, ops: Sequence[BasicOperation], key: str) -> FusedOperation | None:
-    """Return the operation that the builder makes of matching operations, after checking it.
-
-    Raises:
-        QTensorError: the builder's result cannot replace them.
-    """
+    """Return the operation that the builder makes of matching operations, after checking it."""
     result = entry.builder(ops, parse_recipe(key) if key else None)
     if result is None:
         return None
@@ -161,11 +157,8 @@ def fuse(
 ) -> tuple[Any, Any]:
     """Return (steps of the forward, steps of the backward in the order of the backward).
 
-    Args:
-        ops: the basic operations of a sequence.
-        keys: key of the active recipe for each operation, "" for none.
-        first: index of the first operation that takes part in backward.
-        table: the fusions to try.
+    The keys are those of the active recipes, "" for none; ``first`` is the index of the first
+    operation in backward.
     """
     forward: dict[int, Step] = {}
     backward: dict[int, Step] = {}
@@ -185,7 +178,9 @@ def fuse(
     return _filled(ops, forward, 0), _filled(ops, backward, first)[::-1]
 
 
-def _taken(directions: tuple[str, ...], forward: Any, backward: Any) -> set[int]:
+def _taken(
+    directions: tuple[str, ...], forward: dict[int, Step], backward: dict[int, Step]
+) -> set[int]:
     steps = [
         step
         for direction in directions

@@ -22,7 +22,18 @@ from qtensor.modules.grouped_linear import GroupedLinear as GroupedModule
 from qtensor.modules.input_checks import check_layer_input
 from qtensor.ops.extra import check_channel
 from qtensor.ops.handover import Request, produce
-from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext, operation_label
+from qtensor.ops.operation import (
+    BackwardContext,
+    BasicOperation,
+    Extra,
+    GradExtra,
+    Kwargs,
+    OperationContext,
+    operation_label,
+)
+
+GroupedProduct = tuple[GroupedForward, GroupedFwdArgs]
+"""The results of the products of all groups, and their arguments."""
 
 
 class GroupedLinear(GroupedModule, BasicOperation):
@@ -77,13 +88,13 @@ class GroupedLinear(GroupedModule, BasicOperation):
         call = GroupedFwdArgs(like, weights, biases, NO_SPLITS, input_requires_grad)
         call.wanted = tuple([i for i, w in enumerate(weights) if training and w.requires_grad])
         call.bias_requires_grad = training and any([b.requires_grad for b in biases])
-        call.plan = self._grouped_plan(self._recipe_key(), input_requires_grad, bool(call.wanted))
+        call.plan = self._grouped_plan(input_requires_grad, bool(call.wanted))
         self._complete_groups(call, like)
         return {"call": call}
 
     def multiply(
         self, input: Tensor, m_splits: Tensor, call: GroupedFwdArgs, known: Splits | None = None
-    ) -> tuple[GroupedForward, GroupedFwdArgs]:
+    ) -> GroupedProduct:
         """Compute the forward without side effects.
 
         If ``known`` holds checked splits, ``m_splits`` is not read again.
@@ -94,9 +105,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
         args.splits = self._splits(input, m_splits) if known is None else known
         return grouped_forward_impl(args), args
 
-    def save_operands(
-        self, ctx: OperationContext, returned: tuple[GroupedForward, GroupedFwdArgs]
-    ) -> None:
+    def save_operands(self, ctx: OperationContext, returned: GroupedProduct) -> None:
         """Save the operands of dgrad and wgrad in ``ctx``."""
         result, args = returned
         ctx.args = bwd = GroupedBwdArgs()
@@ -106,10 +115,10 @@ class GroupedLinear(GroupedModule, BasicOperation):
         self,
         input: Tensor,
         *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
-    ) -> tuple[Any, list[tuple[()]], tuple[GroupedForward, GroupedFwdArgs]]:
+    ) -> tuple[Any, Extra, GroupedProduct]:
         """Compute the products of all groups."""
         product = self.multiply(input, basic_op_extra_inputs[0][0], basic_op_kwargs[0]["call"])
         return produce(product[0].out, next_op_input_request), [()], product
@@ -118,21 +127,15 @@ class GroupedLinear(GroupedModule, BasicOperation):
         self,
         basic_op_ctxs: list[OperationContext],
         input: Tensor,
-        returned: tuple[GroupedForward, GroupedFwdArgs],
-        *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        basic_op_kwargs: list[dict[str, Any]],
+        returned: GroupedProduct,
+        **_: object,
     ) -> None:
         """Save the operands of dgrad and wgrad."""
         self.save_operands(basic_op_ctxs[0], returned)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[BackwardContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> tuple[Any, list[Any], list[tuple[None]]]:
+        self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: object
+    ) -> tuple[Any, list[Any], GradExtra]:
         """Return dgrad, the wgrads and the gradients of the biases."""
         ctx = basic_op_ctxs[0]
         args = restored(ctx.args, ctx.saved_tensors, grad_output)
@@ -143,7 +146,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
         dgrad = dgrad if dgrad is None else produce(dgrad, ctx.grad_input_request)
         return dgrad, [grads], [(None,)]
 
-    def published_by_op(self, returned: Any) -> list[list[Tensor]]:
+    def published_by_op(self, returned: GroupedProduct) -> list[list[Tensor]]:
         """Return the maxima of inputs and weights under delayed scaling."""
         return [returned[0].amaxes]
 
@@ -152,7 +155,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
         first, second, _ = kwargs["call"].plan.delayed
         return first + second * self.num_gemms
 
-    def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
+    def report_on(self, out: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Return ``out``; its backward notifies the weights that ``main_grad`` is updated."""
         wgrad = kwargs["call"].wgrad
         added = wgrad is not None and bool(wgrad.main_grads)
@@ -160,4 +163,4 @@ class GroupedLinear(GroupedModule, BasicOperation):
 
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Record the maxima."""
-        self._record_groups(published, kwargs["call"].plan)
+        self._record(published, "weight", kwargs["call"].plan)

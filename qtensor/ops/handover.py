@@ -50,6 +50,12 @@ class Unrounded(NamedTuple):
     dtype: torch.dtype
 
 
+Input = Tensor | Quantized
+"""A plain value, or one that another operation has quantized."""
+Value = Input | Unrounded
+"""What the operations of a sequence pass to each other."""
+
+
 def from_buffers(
     buffers: list[Tensor], request: Request, shape: Shape, dtype: torch.dtype
 ) -> Quantized:

@@ -27,7 +27,7 @@ from qtensor.modules.linear import LinearBase
 from qtensor.modules.options import Call
 from qtensor.modules.parameters import initial_bias, own_part
 from qtensor.modules.sharded_parameters import set_values
-from qtensor.ops.handover import UNROUNDED, Request, Unrounded
+from qtensor.ops.handover import UNROUNDED, Input, Request, Unrounded, Value
 from qtensor.ops.operation import (
     BackwardContext,
     BasicOperation,
@@ -36,6 +36,8 @@ from qtensor.ops.operation import (
     operation_label,
 )
 
+State = dict[str, Any]
+"""A state dict."""
 _NONE = (False, False, False)
 _NO_SEEDS = (None, None, None)
 
@@ -130,11 +132,11 @@ class BasicLinear(LinearBase, BasicOperation):
         return Request(call.plan.grad_output, _row(scales, 2), call.seeds[2])
 
     def _args(
-        self, input: Any, bias: Tensor | None, call: LinearCall, dtype: torch.dtype
+        self, input: Input, bias: Tensor | None, call: LinearCall, dtype: torch.dtype
     ) -> LinearFwdArgs:
         weight, options = self.weight, self._options
         plain: Any = input
-        quantized: Any = None
+        quantized: Quantized | None = None
         if isinstance(input, Quantized):
             plain, quantized = None, input
             check_width(self.label, quantized, weight.shape[1])
@@ -150,7 +152,7 @@ class BasicLinear(LinearBase, BasicOperation):
         return args
 
     def multiply(
-        self, input: Any, call: LinearCall, bias: Tensor | None, dtype: torch.dtype
+        self, input: Input, call: LinearCall, bias: Tensor | None, dtype: torch.dtype
     ) -> Product:
         """Compute the forward without side effects.
 
@@ -166,8 +168,8 @@ class BasicLinear(LinearBase, BasicOperation):
         ctx.save_for_backward(*linear_setup_ctx(bwd, args, result))
 
     def op_forward_compute(
-        self, input: Any, *, call: LinearCall, next_op_input_request: Request | None = None
-    ) -> tuple[Any, Product]:
+        self, input: Input, *, call: LinearCall, next_op_input_request: Request | None = None
+    ) -> tuple[Tensor | Unrounded, Product]:
         """Return the product."""
         unrounded = next_op_input_request is not None and not next_op_input_request.canonical
         if unrounded and self._options.parallel is None:
@@ -177,15 +179,17 @@ class BasicLinear(LinearBase, BasicOperation):
         return result.forward.out, result
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input: Any, returned: Product, *, call: LinearCall
+        self, ctx: OperationContext, input: Value, returned: Product, *, call: LinearCall
     ) -> None:
         """Save the operands of dgrad and wgrad."""
         self.save_operands(ctx, returned)
 
-    def op_backward(self, ctx: BackwardContext, grad_output: Any) -> tuple[Any, list[Any]]:
+    def op_backward(
+        self, ctx: BackwardContext, grad_output: Input
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return dgrad and wgrad."""
         quantized = grad_output if isinstance(grad_output, Quantized) else None
-        plain = grad_output if quantized is None else None
+        plain = None if isinstance(grad_output, Quantized) else grad_output
         args = restored(ctx.args, ctx.saved_tensors, plain, quantized)
         wgrad, dgrad, _ = linear_backward(args)
         return dgrad, [wgrad]
@@ -203,7 +207,7 @@ class BasicLinear(LinearBase, BasicOperation):
         """True if gradients are added to ``main_grad``."""
         return self._options.fuse_wgrad_accumulation
 
-    def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
+    def report_on(self, out: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Return ``out``; its backward notifies the weight that ``main_grad`` is updated."""
         wgrad = kwargs["call"].wgrad
         added = wgrad is not None and wgrad.main_grad is not None
@@ -225,7 +229,13 @@ class Bias(BasicOperation):
 
     reads_unrounded = True
 
-    def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         right = isinstance(size, int) and not isinstance(size, bool) and size > 0
         check(right, self.label, "size must be a positive integer", repr(size), "Fix the size")
@@ -242,14 +252,16 @@ class Bias(BasicOperation):
         return UNROUNDED
 
     def op_forward_compute(
-        self, input: Any, *, next_op_input_request: Request | None = None
+        self, input: Tensor | Unrounded, *, next_op_input_request: Request | None = None
     ) -> tuple[Tensor, None]:
         """Return the sum."""
         if isinstance(input, Unrounded):
             return BIAS_ADD(input.sums, self.bias, input.dtype), None
         return BIAS_ADD(input, self.bias, input.dtype), None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input: Any, returned: None) -> None:
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input: Value | None, returned: None
+    ) -> None:
         """Save the bias's dtype."""
         ctx.dtype = self.bias.dtype
         ctx.bias_requires_grad = self.bias.requires_grad
@@ -326,14 +338,14 @@ class Linear(FusedOperation):
         return self.basic_ops[1].bias if len(self.basic_ops) > 1 else None
 
 
-def _flat_names(module: Linear, state: Any, prefix: str, metadata: Any) -> None:
+def _flat_names(module: Linear, state: State, prefix: str, metadata: object) -> None:
     """Rename ``linear.weight`` and ``bias_op.bias`` to ``weight`` and ``bias``."""
     for inner in ("linear.", "bias_op."):
         for key in [k for k in state if k.startswith(prefix + inner)]:
             state[prefix + key[len(prefix + inner) :]] = state.pop(key)
 
 
-def _nested_names(module: Linear, state: Any, prefix: str, *args: Any) -> None:
+def _nested_names(module: Linear, state: State, prefix: str, *_: object) -> None:
     """Rename ``weight`` and ``bias`` back before loading."""
     for key in [k for k in state if k.startswith(prefix)]:
         name = key[len(prefix) :]

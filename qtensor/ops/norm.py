@@ -41,15 +41,15 @@ class _Norm(BasicOperation):
         *,
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        shape_arg: Any = normalized_shape
-        shape = tuple(shape_arg) if isinstance(shape_arg, (tuple, list)) else (shape_arg,)
+        given = normalized_shape
+        shape = tuple(given) if isinstance(given, (tuple, list)) else (given,)
         rule = "normalized_shape must be the size of the last dim, a positive integer"
         right = len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 0
-        check(right, self.label, rule, repr(shape_arg), "Pass its size")
+        check(right, self.label, rule, repr(given), "Pass its size")
         # Stored as a string: Dynamo would make a symbol of a float attribute.
         self._eps = eps_text(self.label, eps)
         self.zero_centered_gamma = zero_centered_gamma
@@ -98,8 +98,8 @@ class _Norm(BasicOperation):
         ctx.save_for_backward(*returned)
         ctx.shape = input.shape
 
-    def gradients(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Tensor, list[Any]]:
-        """Return the gradients of the input and the parameters."""
+    def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, list[Any]]:
+        """Return the gradients; if requested, quantize that of the input."""
         x, weight, mean, rstd = ctx.saved_tensors
         has_bias = self.kind == "layernorm"
         dx, dweight, dbias = NORM_BACKWARD(
@@ -113,11 +113,7 @@ class _Norm(BasicOperation):
             has_bias,
         )
         dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
-        return dx, [dweight, dbias] if has_bias else [dweight]
-
-    def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, list[Any]]:
-        """Return the gradients; if requested, quantize that of the input."""
-        dx, grads = self.gradients(ctx, grad_output)
+        grads = [dweight, dbias] if has_bias else [dweight]
         return produce(dx, ctx.grad_input_request), grads
 
     def extra_repr(self) -> str:

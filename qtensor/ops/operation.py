@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from qtensor.core.errors import UnsupportedError, fail
-from qtensor.ops.checks import check_tuple
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.ops.handover import Request
 from qtensor.recipes import compile_constant
 
@@ -50,7 +49,7 @@ class OperationContext:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: Any) -> None: ...
+        def __setattr__(self, name: str, value: object) -> None: ...
 
 
 class BackwardContext:
@@ -67,17 +66,20 @@ class BackwardContext:
         return getattr(self._context, name)
 
 
+Extra = list[tuple[Tensor, ...]]
+"""Extra inputs or outputs of each basic operation."""
+GradExtra = list[tuple[Tensor | None, ...]]
+"""Gradients of extra inputs or outputs of each basic operation."""
+Kwargs = list[dict[str, Any]]
+"""What ``forward_kwargs`` of each basic operation returned."""
+
 COMPUTED = ("the output", "data for op_forward_save_ctx")
 GRADIENTS = ("gradient of the input", "gradients of the parameters")
 Context = OperationContext | BackwardContext
 
 
 def _check_forms(cls: type, prefix: str) -> bool | None:
-    """Return the form that ``cls`` itself defines: split (True), single (False) or none (None).
-
-    Raises:
-        TypeError: the class defines both forms, or half of the split form.
-    """
+    """Return the form that ``cls`` itself defines: split (True), single (False) or none (None)."""
     single, compute, save = (f"{prefix}forward{end}" for end in ("", "_compute", "_save_ctx"))
     own = vars(cls)
     if single in own and (compute in own or save in own):
@@ -169,7 +171,7 @@ class FusibleOperation(nn.Module):
         """True if the forward can be traced."""
         raise NotImplementedError
 
-    def forward(self, input: Any, *extra_inputs: Tensor) -> Any:
+    def forward(self, input: Tensor, *extra_inputs: Tensor) -> Any:
         """Run the operation alone."""
         return getattr(self, _own_fuser(self.__dict__["_number"]))(input, *extra_inputs)
 
@@ -185,6 +187,23 @@ class FusibleOperation(nn.Module):
     def _register(self) -> None:
         self.__dict__["_number"] = number = next(_NUMBERS)
         _OPERATIONS[number] = self
+
+
+def check_tuple(op: FusibleOperation, name: str, result: object, form: tuple[str, ...]) -> Any:
+    """Return what a function of an operation returned, checked to be a tuple of that form.
+
+    ``form`` describes its elements, for the message.
+    """
+    if not isinstance(result, tuple) or len(result) != len(form):
+        kind = type(result).__name__
+        got = f"{kind} of {len(result)}" if isinstance(result, tuple) else kind
+        refuse_result(op, name, f"return ({', '.join(form)})", got)
+    return result
+
+
+def refuse_result(op: FusibleOperation, name: str, must: str, got: object) -> None:
+    """Raise the error for a function of an operation that returned a wrong value."""
+    fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", ArgumentTypeError)
 
 
 class BasicOperation(FusibleOperation, is_base=True):
@@ -289,7 +308,7 @@ class BasicOperation(FusibleOperation, is_base=True):
         """True if ``report_on`` must be called; read once, when a sequence is built."""
         return type(self).report_on is not BasicOperation.report_on
 
-    def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
+    def report_on(self, out: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Return the sequence's output, possibly with a hook that runs when its backward begins."""
         return out
 
@@ -303,8 +322,8 @@ class BasicOperation(FusibleOperation, is_base=True):
         self,
         input: Any,
         *,
-        basic_op_extra_inputs: Any,
-        basic_op_kwargs: Any,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
     ) -> Any:
         """Return (output, extra outputs of each operation, data for ``fuser_forward_save_ctx``)."""
@@ -316,23 +335,23 @@ class BasicOperation(FusibleOperation, is_base=True):
 
     def fuser_forward_save_ctx(
         self,
-        basic_op_ctxs: Any,
+        basic_op_ctxs: list[OperationContext],
         input: Any,
         returned: Any,
         *,
-        basic_op_extra_inputs: Any,
-        basic_op_kwargs: Any,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: Kwargs,
     ) -> None:
         """Save in the contexts what backward needs."""
         self.op_forward_save_ctx(basic_op_ctxs[0], input, returned, **basic_op_kwargs[0])
 
     def fuser_forward(
         self,
-        basic_op_ctxs: Any,
+        basic_op_ctxs: list[OperationContext],
         input: Any,
         *,
-        basic_op_extra_inputs: Any,
-        basic_op_kwargs: Any,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
     ) -> Any:
         """Return (output, extra outputs of each basic operation): the single form."""
@@ -346,10 +365,10 @@ class BasicOperation(FusibleOperation, is_base=True):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: Any,
+        basic_op_ctxs: list[BackwardContext],
         grad_output: Any,
         *,
-        basic_op_grad_extra_outputs: Any,
+        basic_op_grad_extra_outputs: GradExtra,
     ) -> Any:
         """Return gradients of the input, of each operation's parameters, and of extra inputs."""
         result = self.op_backward(basic_op_ctxs[0], grad_output)

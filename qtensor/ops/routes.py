@@ -7,6 +7,26 @@ from typing import Any
 
 from qtensor.library.pointwise import add
 from qtensor.ops.checks import check_list
+from qtensor.ops.operation import BasicOperation, FusibleOperation
+
+
+class Wiring:
+    """The operations of a sequence, and the routing of their extra tensors.
+
+    Attributes:
+        ops: the basic operations.
+        input_channels, output_channels: for each operation a channel or None for each extra tensor.
+        asking: indices of the operations that may request a format for their gradient.
+        n_extra_inputs: number of extra inputs that the caller passes.
+        n_extra_outputs: for each operation, the number of extra outputs that the caller gets.
+    """
+
+    ops: tuple[BasicOperation, ...]
+    input_channels: list[tuple[str | None, ...]]
+    output_channels: list[tuple[str | None, ...]]
+    asking: tuple[int, ...]
+    n_extra_inputs: int
+    n_extra_outputs: list[int]
 
 
 def split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
@@ -22,14 +42,10 @@ class Routes:
     """Carry gradients of extra inputs and outputs between the operations of a sequence.
 
     Those of a named channel go from operation to operation, the others come from the caller or go
-    back to it.
-
-    Args:
-        fuser: the sequence.
-        grads: gradients of the extra outputs that the caller got, for all operations in order.
+    back to it. ``grads`` are the gradients of the extra outputs that the caller got, in order.
     """
 
-    def __init__(self, fuser: Any, grads: Sequence[Any]) -> None:
+    def __init__(self, fuser: Wiring, grads: Sequence[Any]) -> None:
         self.fuser = fuser
         self.grads = split(grads, fuser.n_extra_outputs) if any(fuser.n_extra_outputs) else []
         self.by_channel: dict[str, Any] = {}
@@ -52,7 +68,7 @@ class Routes:
 
     def outgoing(
         self,
-        op: Any,
+        op: FusibleOperation,
         first: int,
         inputs: Sequence[tuple[str | None, ...]],
         extras: Sequence[Sequence[Any]],

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from qtensor.ops.fusions import Step
-from qtensor.ops.operation import BasicOperation, FusedOperation
+from qtensor.ops.operation import BasicOperation, FusedOperation, FusibleOperation
 
 Form = Literal["passes", "plain", "split", "single"]
 """How a step runs.
@@ -96,7 +96,7 @@ class SequencePlan:
             )
             for step in backward
         ])
-        self.run_outside: Any = None
+        self.run_outside: Callable[..., Any] | None = None
         single = [step.op.label for step in forward if not step.op.is_split]
         if single:
             # Dynamo prints the reason when it breaks the graph, and in the error of fullgraph=True.
@@ -120,7 +120,7 @@ def _overrides(kind: type, base: type, name: str) -> bool:
     return getattr(kind, name, None) not in (None, getattr(base, name))
 
 
-def _inherits(op: Any, *names: str) -> bool:
+def _inherits(op: FusibleOperation, *names: str) -> bool:
     """Return True if ``op`` has no extra tensors and inherits these functions."""
     return (
         isinstance(op, BasicOperation)
@@ -129,7 +129,7 @@ def _inherits(op: Any, *names: str) -> bool:
     )
 
 
-def _form(op: Any) -> Form:
+def _form(op: FusibleOperation) -> Form:
     if not op.is_split:
         return "single"
     if vars(type(op)).get("passes_input"):

@@ -19,15 +19,13 @@ from qtensor.ops.operation import FusibleOperation
 
 _DERIVED = ("_groups", "_only", "_hooks")
 """Attributes that are derived from the modules."""
+Group = OperationFuser | nn.Module
+"""A fuser of neighbouring operations, or another module between them."""
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def _check_module(name: Any, module: Any) -> None:
-    """Check that an element is a module.
-
-    Raises:
-        QTensorError: it is not; the message shows its type.
-    """
+def _check_module(name: object, module: object) -> None:
+    """Check that an element is a module."""
     if not isinstance(module, nn.Module):
         rule = "a sequence consists of operations and modules"
         label, fix = f"Sequential (operation {name})", "Pass operations, one by one"
@@ -107,11 +105,11 @@ class Sequential(nn.Sequential):
         return list(dict.fromkeys([op for module in own for op in (module, *module.basic_ops)]))
 
     @property
-    def groups(self) -> tuple[Any, ...]:
+    def groups(self) -> tuple[Group, ...]:
         """Fusers of neighbouring operations, and the modules between them."""
         return self.__dict__["_groups"]
 
-    def replace_groups(self, replace: Callable[[Any], Any]) -> Callable[[], None]:
+    def replace_groups(self, replace: Callable[[Group], Group]) -> Callable[[], None]:
         """Run ``replace(group)`` in place of each of ``groups``; return a function that undoes it.
 
         A change of the sequence makes its groups anew.
@@ -134,11 +132,7 @@ class Sequential(nn.Sequential):
         return sum([g.n_extra_inputs for g in self.groups if isinstance(g, counting)])
 
     def refuse(self, count: int) -> NoReturn:
-        """Raise the error for ``count`` extra inputs instead of ``n_extra_inputs``.
-
-        Raises:
-            QTensorError: always.
-        """
+        """Raise the error for ``count`` extra inputs instead of ``n_extra_inputs``."""
         rule = f"it takes {self.n_extra_inputs} extra inputs"
         fail("Sequential", rule, count, "Pass that number after the input")
 
@@ -181,7 +175,7 @@ class Sequential(nn.Sequential):
             op.__dict__["_index"] = index
         _OWNERS[module] = weakref.ref(self)
 
-    def __getitem__(self, idx: Any) -> Any:
+    def __getitem__(self, idx: slice | int) -> Any:
         """Return a module or, for a slice, a sequence of the same operations."""
         if not isinstance(idx, slice):
             return super().__getitem__(idx)
@@ -253,7 +247,7 @@ class Sequential(nn.Sequential):
         new._arrange()
         return new
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED}

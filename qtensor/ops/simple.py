@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from qtensor.functional.linear.output import output_canonical
 from qtensor.functional.operands import draw_seeds
 from qtensor.library.pointwise import DROPOUT, SCALE
 from qtensor.modules.state import counter
-from qtensor.ops.handover import Request, produce
+from qtensor.ops.handover import Request, Value, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Role, compile_constant, parse_recipe
@@ -29,15 +30,15 @@ class Identity(BasicOperation):
     passes_input = True
 
     def op_forward_compute(
-        self, input: Any, *, next_op_input_request: Request | None = None
-    ) -> tuple[Any, None]:
+        self, input: Value, *, next_op_input_request: Request | None = None
+    ) -> tuple[Value, None]:
         """Return the input."""
         return input, None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input: Any, returned: None) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Value, returned: None) -> None:
         """Save nothing."""
 
-    def op_backward(self, ctx: BackwardContext, grad_output: Any) -> tuple[Any, tuple[()]]:
+    def op_backward(self, ctx: BackwardContext, grad_output: Value) -> tuple[Value, tuple[()]]:
         """Return the gradient unchanged."""
         return grad_output, ()
 
@@ -49,10 +50,10 @@ class Reshape(BasicOperation):
         *shape: sizes, of which one may be -1, or one tuple of sizes.
     """
 
-    def __init__(self, *shape: Any) -> None:
+    def __init__(self, *shape: int | Sequence[int]) -> None:
         super().__init__()
-        nested = len(shape) == 1 and isinstance(shape[0], (tuple, list))
-        sizes = tuple(shape[0]) if nested else shape
+        first = shape[0] if len(shape) == 1 else None
+        sizes = cast(tuple[int, ...], tuple(first) if isinstance(first, (tuple, list)) else shape)
         right = all(isinstance(size, int) and size >= -1 for size in sizes)
         rule = "a shape consists of sizes, of which one may be -1"
         check(right and sizes.count(-1) <= 1, self.label, rule, sizes, "Fix the shape")
@@ -152,11 +153,7 @@ class Dropout(BasicOperation):
         return {"seed": draw_seeds(like, self.draws, (True, False, False))[0]}
 
     def op_forward_compute(
-        self,
-        input: Tensor,
-        *,
-        seed: Tensor | None,
-        next_op_input_request: Request | None = None,
+        self, input: Tensor, *, seed: Tensor | None, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """Return the input with elements dropped."""
         y = input if seed is None else DROPOUT(input, float(self._p), seed)
@@ -244,7 +241,7 @@ class Quantize(BasicOperation):
 
     def op_forward_compute(
         self,
-        input: Any,
+        input: Tensor,
         *,
         canonicals: tuple[str, str],
         seed: Tensor | None,
@@ -259,7 +256,7 @@ class Quantize(BasicOperation):
     def op_forward_save_ctx(
         self,
         ctx: OperationContext,
-        input: Any,
+        input: Tensor,
         returned: None,
         *,
         canonicals: tuple[str, str],

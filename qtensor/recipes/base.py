@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, NoReturn, Self, get_args
 
 import torch
 
@@ -99,7 +99,7 @@ class ReadOnlyDict(dict[str, Any]):
     A recipe computes its key when an option is assigned, so that it would miss a change in place.
     """
 
-    def _refuse(self, *args: Any, **options: Any) -> Any:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         rule = "overrides is read-only, because a recipe notices only assignments"
         fix = 'Assign a new dict: recipe.overrides = {**recipe.overrides, "weight": "mxfp8"}'
         fail("recipe.overrides", rule, "a change in place", fix, ArgumentTypeError)
@@ -111,7 +111,7 @@ class ReadOnlyDict(dict[str, Any]):
         return ReadOnlyDict, (dict(self),)
 
 
-def _read_only(value: Any) -> Any:
+def _read_only(value: object) -> object:
     """Return a read-only copy of a mapping and of the mappings in it; other values as they are."""
     if not isinstance(value, Mapping):
         return value
@@ -150,7 +150,7 @@ class Recipe:
         cls.option_names = tuple(dict.fromkeys((*cls.option_names, *own)))
         RECIPES[cls.__name__] = cls
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *_: object, **options: object) -> Self:
         """Refuse options that the recipe does not have, with a ``QTensorError``."""
         for name in options:
             if name not in cls.option_names:
@@ -170,7 +170,7 @@ class Recipe:
             setattr(self, name, value)
         self._key = _make_key(self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         known = name == "_key" or name in self.option_names
         if not known:
             _refuse_option(type(self), name)
@@ -239,21 +239,13 @@ class Recipe:
 
 
 def refuse_value(recipe: str, option: str, got: object, legal: tuple[Any, ...]) -> None:
-    """Raise the error for an illegal option value.
-
-    Raises:
-        QTensorError: always. The message lists the legal values.
-    """
+    """Raise the error for an illegal option value."""
     choices = ", ".join(v if isinstance(v, str) and " " in v else repr(v) for v in legal)
     fail(recipe, f"{option} must be one of {choices}", repr(got), "Choose one of them")
 
 
-def check_type(recipe: Any, option: str, kind: type, least: float | None = None) -> None:
-    """Refuse an option that is not of type ``kind``, or is below ``least``.
-
-    Raises:
-        ArgumentTypeError: the option is not such a value.
-    """
+def check_type(recipe: Recipe, option: str, kind: type, least: float | None = None) -> None:
+    """Refuse an option that is not of type ``kind``, or is below ``least``."""
     value = getattr(recipe, option)
     right = isinstance(value, kind) or (kind is float and type(value) is int)
     if (
@@ -272,7 +264,9 @@ def _refuse_option(cls: type[Recipe], name: str) -> None:
     fail(cls.__name__, rule, name, f"Choose among: {', '.join(cls.option_names)}")
 
 
-def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, value: Any) -> Quantizer | None:
+def _overridden(
+    recipe: Recipe, role: Role, own: Quantizer | None, value: object
+) -> Quantizer | None:
     """Return the quantizer that ``recipe.overrides[role.tensor] = value`` asks for."""
     if value is None or isinstance(value, Quantizer):
         return value
@@ -287,7 +281,7 @@ def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, value: Any) -
 # ---- keys
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> object:
     """Return an option as values that keys can hold: strings, keys and numbers of functions."""
     if isinstance(value, Format):
         return value.name

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.core.quantizer_registry import parse
@@ -48,8 +51,8 @@ class DelayedScaling(Recipe):
     fp8_format: Format | str = Format.HYBRID
     margin: int = 0
     amax_history_len: int = 1024
-    amax_compute_algo: Any = "max"
-    scaling_factor_compute_algo: Any = None
+    amax_compute_algo: str | Callable[..., Tensor] = "max"
+    scaling_factor_compute_algo: Callable[..., Tensor] | None = None
     reduce_amax: bool = True
 
     delayed: ClassVar[bool] = True
@@ -233,7 +236,7 @@ class CustomRecipe(Recipe):
     """
 
     factory: Any = None
-    delayed_scaling: Any = None
+    delayed_scaling: DelayedScaling | str | None = None
 
     is_fixed: ClassVar[bool] = False
 

@@ -74,12 +74,8 @@ def table(
 ) -> str:
     """Return a table with a field that filters names and a choice of kinds.
 
-    Args:
-        label: what the table lists.
-        columns: the columns; the first holds the name.
-        rows: the rows.
-        kinds: value -> text of the choice; "" shows all rows, and "*" those that are not "plain".
-        chosen: the first choice.
+    The first column holds the name. ``kinds`` are the texts of the choice by value: "" shows all
+    rows, and "*" those that are not "plain".
     """
     head = "".join(_header(column) for column in columns)
     body = "".join(_row(row) for row in rows)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.conversion.rows import (
     decodes_in_rows,
     our_values,
@@ -26,6 +27,7 @@ from qtensor.core.formats import Element
 from qtensor.debug.error_report import RunningErrors, decibel, decode_factors
 from qtensor.debug.statistics import OUTLIER
 from qtensor.debug.viewer import View, codes_of, show
+from qtensor.quantizers import Quantizer
 from qtensor.reference.blocks import to_blocks
 from qtensor.reference.elements import code_values
 from qtensor.storage.tensor import QuantizedTensor
@@ -159,7 +161,7 @@ def bounds_of(tensor: Tensor) -> list[tuple[int, int]]:
     """Return (first row, end) of each part of the (M, K) view of a tensor."""
     if not tensor.numel():
         return []
-    quantizer: Any = tensor.quantizer if isinstance(tensor, QuantizedTensor) else None
+    quantizer = quantizer_of(tensor) if isinstance(tensor, QuantizedTensor) else None
     if quantizer is not None and (quantizer.columnwise or not decodes_in_rows(quantizer)):
         return [(0, rows_cols(tensor.shape)[0])]
     return parts_of(tensor.shape)
@@ -180,7 +182,7 @@ def part_of(tensor: Tensor, original: Tensor | None, bounds: tuple[int, int]) ->
         return Part(start, tensor.detach().reshape(rows, cols)[start:stop], base)
     if (start, stop) == (0, rows):
         return Part(start, tensor.detach(), base)
-    quantizer: Any = tensor.quantizer
+    quantizer = quantizer_of(tensor)
     buffers = row_parts(quantizer, tensor.buffers(), tensor.shape, bounds)
     buffers = [buffer.contiguous() for buffer in buffers]
     return Part(start, quantizer.assemble(buffers, (stop - start, cols), tensor.dtype), base)
@@ -189,11 +191,9 @@ def part_of(tensor: Tensor, original: Tensor | None, bounds: tuple[int, int]) ->
 def measure(tensor: Tensor, original: Tensor | None) -> Measured:
     """Return the statistics of a tensor.
 
-    Args:
-        tensor: a plain floating tensor, or a quantized one.
-        original: the values to compare with, of the same shape; None compares nothing.
+    Without an original of its shape, nothing is compared.
     """
-    quantizer: Any = tensor.quantizer if isinstance(tensor, QuantizedTensor) else None
+    quantizer = quantizer_of(tensor) if isinstance(tensor, QuantizedTensor) else None
     codes = None if quantizer is None else Codes.empty(quantizer.element)
     cols = rows_cols(tensor.shape)[1]
     found = Statistics(columns=cols)
@@ -210,7 +210,7 @@ def measure(tensor: Tensor, original: Tensor | None) -> Measured:
         _add_values(found, decoded, column_max)
         if part.original is not None:
             _compare(found, part.original, decoded, factors, quantizer)
-        if codes is not None and factors is not None:
+        if quantizer is not None and codes is not None and factors is not None:
             block = quantizer.value_block or (1, cols)
             _add_codes(codes, part.tensor, decoded, factors, block)
             candidate = _worst(part, decoded, block)
@@ -224,7 +224,7 @@ def measure(tensor: Tensor, original: Tensor | None) -> Measured:
         found.outlier_channels = int((used > OUTLIER * used.median()).sum())
     found.dead_columns = cols - used.numel()
     one_factor = codes is not None and codes.factor_min == codes.factor_max
-    if codes is not None and one_factor and quantizer.value_block is None:
+    if codes is not None and one_factor and quantizer is not None and quantizer.value_block is None:
         # One factor for the tensor, seen once in each row.
         codes.factors = Counter(dict.fromkeys(codes.factors, 1))
     return Measured(found, codes, worst)
@@ -241,16 +241,16 @@ def _add_values(found: Statistics, decoded: Tensor, column_max: Tensor) -> None:
 
 
 def _compare(
-    found: Statistics, x: Tensor, decoded: Tensor, factors: Tensor | None, quantizer: Any
+    found: Statistics,
+    x: Tensor,
+    decoded: Tensor,
+    factors: Tensor | None,
+    quantizer: Quantizer | None,
 ) -> None:
     """Add the errors of some rows.
 
-    Args:
-        found: the statistics.
-        x: original values (rows, K).
-        decoded: float32 (rows, K).
-        factors: decode factors (rows, K) of a quantized tensor.
-        quantizer: its quantizer; None for a plain tensor.
+    ``x``, ``decoded`` and the decode factors are (rows, K); a plain tensor has no factors and no
+    quantizer.
     """
     largest = math.inf if quantizer is None else quantizer.element.max
     bounds = torch.ones_like(decoded) if factors is None else factors
@@ -263,7 +263,7 @@ def _compare(
 
 
 def _add_codes(
-    codes: Codes, part: Any, decoded: Tensor, factors: Tensor, block: tuple[int, int]
+    codes: Codes, part: QuantizedTensor, decoded: Tensor, factors: Tensor, block: tuple[int, int]
 ) -> None:
     """Count the codes, factors and blocks of some rows."""
     size = codes.counts.numel()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,6 +12,7 @@ from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
 from qtensor.checkpoints.modes import in_memory
 from qtensor.core.errors import ArgumentTypeError, check, fail
 from qtensor.core.texts import some
+from qtensor.debug.log import Log
 from qtensor.reporting.findings import Findings, TensorReport, WorstBlock
 from qtensor.reporting.measuring import Block, measure, view_of
 from qtensor.reporting.page import page
@@ -71,8 +71,8 @@ def model_report(
     source: Source,
     *,
     against: Source | None = None,
-    log: Any = None,
-    search: Any = None,
+    log: Log | str | os.PathLike[str] | None = None,
+    search: SearchResult | str | os.PathLike[str] | None = None,
     layouts: tuple[str | None, str | None] = (None, None),
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ModelReport:
@@ -122,9 +122,9 @@ def model_report(
         if not any(t.kind != "plain" for t in tensors):
             notes.append("No tensor of this model is quantized.")
         return ModelReport(
-            title=_title(source, weights),
+            title=_title(source),
             layout=weights.layout if isinstance(weights, Checkpoint) else "",
-            against=None if against is None else _title(against, originals),
+            against=None if against is None else _title(against),
             tensors=tuple(tensors),
             worst=tuple(worst),
             notes=tuple(notes),
@@ -134,7 +134,7 @@ def model_report(
 
 
 @contextmanager
-def _opened(source: Any, layout: str | None) -> Iterator[Weights]:
+def _opened(source: Source | None, layout: str | None) -> Iterator[Weights]:
     """Open a source; None is an empty one."""
     if source is None:
         yield {}
@@ -151,18 +151,18 @@ def _opened(source: Any, layout: str | None) -> Iterator[Weights]:
     yield {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _title(source: Any, opened: Weights) -> str:
-    if isinstance(opened, Checkpoint):
+def _title(source: Source) -> str:
+    if isinstance(source, str | os.PathLike):
         return os.fspath(source)
     return type(source).__name__ if isinstance(source, nn.Module) else "a state dict"
 
 
-def _search_result(search: Any) -> SearchResult | None:
+def _search_result(search: object) -> SearchResult | None:
     if search is None or isinstance(search, SearchResult):
         return search
     rule = "search is a SearchResult or the path of its file"
-    good = isinstance(search, str | os.PathLike)
-    check(good, OP, rule, type(search).__name__, "Pass one of them", ArgumentTypeError)
+    if not isinstance(search, str | os.PathLike):
+        fail(OP, rule, type(search).__name__, "Pass one of them", ArgumentTypeError)
     name = os.fspath(search)
     try:
         return SearchResult.load(name)
@@ -199,11 +199,7 @@ def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 
 def _matching(weights: Weights, originals: Weights, notes: list[str]) -> set[str]:
-    """Return the names of tensors that can be compared, and note those that cannot.
-
-    Raises:
-        QTensorError: none of the quantized tensors can be compared.
-    """
+    """Return the names of tensors that can be compared, and note those that cannot."""
     here, there = _shapes(weights), _shapes(originals)
     kinds = _is_quantized(weights)
     wanted = [name for name in here if kinds[name]] or list(here)

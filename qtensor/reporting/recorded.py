@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from qtensor.core.errors import fail
-from qtensor.debug.log import COLUMNS, ROLES, Log, Record
+from qtensor.debug.log import ROLES, Log, Record
 
 OP = "model_report"
-_TEXTS = ("layer", "role", "quantizer", "note")
-_COUNTS = (
-    "step",
-    "calls",
-    "dead_columns",
-    "outlier_channels",
-    "columns",
-    "nan",
-    "inf",
-    "not_finite_at",
-)
+_READ: dict[Any, Callable[[Any], Any]] = {
+    "str": str,
+    "int": int,
+    "float": lambda value: math.nan if value is None else float(value),
+    "tuple[int, ...]": lambda sizes: tuple(map(int, sizes)),
+}
+"""Type of a field of a record -> how its value is read."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class Recorded:
     first_not_finite: int | None
 
 
-def recorded(log: Any) -> tuple[Recorded, ...]:
+def recorded(log: Log | Iterable[Record] | str | os.PathLike[str]) -> tuple[Recorded, ...]:
     """Return the layers and roles of a recording, in the order of their first records.
 
     Args:
@@ -106,13 +102,9 @@ def _joined(old: Recorded, new: Recorded) -> Recorded:
     # A comparison with NaN is false: a step whose SQNR is unknown replaces only another one.
     worse = new.sqnr_db < old.sqnr_db or math.isnan(old.sqnr_db)
     first = old.first_not_finite
-    return Recorded(
-        layer=old.layer,
-        role=old.role,
-        quantizer=new.quantizer,
+    return replace(
+        new if worse else replace(new, step=old.step, sqnr_db=old.sqnr_db),
         steps=old.steps + 1,
-        step=new.step if worse else old.step,
-        sqnr_db=new.sqnr_db if worse else old.sqnr_db,
         amax=max(old.amax, new.amax),
         saturated=_larger(old.saturated, new.saturated),
         flushed=_larger(old.flushed, new.flushed),
@@ -144,24 +136,14 @@ def _lines(path: str) -> Iterator[Record]:
         fail(OP, "the log must be readable", f"{path!r} ({error.strerror})", fix)
 
 
-def _record(fields: dict[str, Any]) -> Record:
+def _record(values: dict[str, Any]) -> Record:
     """Return the record of one line.
 
     Raises:
         KeyError: a field is missing.
         ValueError: a field has another type.
     """
-    known: dict[str, Any] = {}
-    for name in COLUMNS:
-        value = fields[name]
-        if name in _TEXTS:
-            known[name] = str(value)
-        elif name == "shape":
-            known[name] = tuple(int(size) for size in value)
-        elif name in _COUNTS:
-            known[name] = int(value)
-        else:
-            known[name] = math.nan if value is None else float(value)
+    known = {each.name: _READ[each.type](values[each.name]) for each in fields(Record)}
     if known["role"] not in ROLES:
         raise ValueError(f"{known['role']!r} is not a role")
     return Record(**known)

@@ -51,10 +51,7 @@ def survey(
 ) -> dict[str, LayerInputs]:
     """Run the model on all inputs, and return what each layer received, in the order of first use.
 
-    Args:
-        model: in eval mode; the caller turns gradients off.
-        layers: linear layers by name.
-        batches: inputs of the model.
+    The model is in eval mode; the caller turns gradients off.
 
     Raises:
         QTensorError: the model failed on an input, or a layer did not run, or had an input that is
@@ -120,18 +117,8 @@ def hessians(
     """Return the mean of ``x x^T`` over the inputs x of a layer, float64 (K, K), for each expert.
 
     The model runs on each batch until the layer has had as many calls as in the survey. Products
-    are float32, their sums over parts of ``ROWS`` rows float64.
-
-    Args:
-        model: in eval mode; the caller turns gradients off.
-        name: of the layer.
-        layer: the layer.
-        inputs: the layer's inputs, from ``survey``.
-        batches: inputs of the model.
-        experts: the experts to return matrices of; ``range(1)`` for a layer without experts.
-
-    Raises:
-        QTensorError: an input is not finite.
+    are float32, their sums over parts of ``ROWS`` rows float64. ``inputs`` come from ``survey``;
+    ``experts`` is ``range(1)`` for a layer without experts.
     """
     squares = inputs.squares[0]
     size = len(squares)
@@ -170,11 +157,7 @@ def expert_ranges(inputs: LayerInputs) -> list[range]:
 
 
 def check_finite(name: str, squares: Sequence[Tensor]) -> None:
-    """Refuse inputs whose sum of squares is not finite.
-
-    Raises:
-        QTensorError: the sum of a channel is NaN or inf.
-    """
+    """Refuse inputs whose sum of squares is not finite."""
     for sums in squares:
         bad = (~sums.isfinite()).nonzero().flatten().tolist()
         if bad:

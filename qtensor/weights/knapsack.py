@@ -50,15 +50,8 @@ class Front(NamedTuple):
 def front(groups: Sequence[Sequence[Option]], limit: int) -> Front:
     """Return the pairs within ``limit`` bytes that no other pair beats.
 
-    Args:
-        groups: the options of each group; one of each is taken.
-        limit: most bytes of all groups together.
-
     Returns:
         The pairs; it has none if even the smallest options need more than ``limit``.
-
-    Raises:
-        QTensorError: more than ``MAX_PAIRS`` pairs would have to be compared.
     """
     least_after = np.cumsum([min(o.bytes for o in group) for group in groups[::-1]])[::-1]
     sizes, errors = np.zeros(1, np.int64), np.zeros(1)

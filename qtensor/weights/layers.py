@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -15,6 +15,7 @@ from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.core.texts import some
 from qtensor.debug.layers import is_conv1d
 from qtensor.modules.conversion import LayerReport
+from qtensor.modules.convert import Filter
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.in_place import plain_class
 from qtensor.modules.linear import Linear
@@ -25,7 +26,6 @@ from qtensor.storage.base import QuantizedTensorStorage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-Filter = Callable[[nn.Module, str], bool]
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of the experts of transformers, each (E, N, K)."""
@@ -103,20 +103,14 @@ class LinearLayer:
 
 
 def linear_layers(
-    op: str, model: Any, filter_fn: Filter | None, plain: bool = False
+    op: str, model: nn.Module, filter_fn: Filter | None, plain: bool = False
 ) -> tuple[dict[str, LinearLayer], list[LayerReport]]:
     """Return the linear layers by name, and a report of each one whose weight stays as it is.
 
     The layers are ``nn.Linear``, ``Conv1D`` and stacked experts of transformers, and ``Linear`` and
     ``GroupedLinear`` of qtensor. Modules that share a weight are one layer, with the name of the
-    first.
-
-    Args:
-        op: the caller's name, for errors.
-        model: the root; it may be a layer itself, whose name is "".
-        filter_fn: ``(module, name) -> bool`` selects layers; None selects all. Stacked experts have
-            the name of their parameter.
-        plain: return no layers of qtensor.
+    first. ``filter_fn(module, name)`` selects layers; stacked experts have the name of their
+    parameter. With ``plain``, layers of qtensor are left out.
 
     Returns:
         The layers to quantize, in the model's order, and the reports of the others.
@@ -159,7 +153,7 @@ def linear_layers(
     return layers, skipped
 
 
-def _layers_of(module: Any, name: str) -> dict[str, LinearLayer]:
+def _layers_of(module: nn.Module, name: str) -> dict[str, LinearLayer]:
     """Return the layers of one module by name: none, one, or the weights of stacked experts."""
     if isinstance(module, GroupedLinear):
         weights = tuple([f"weight{i}" for i in range(module.num_gemms)])
@@ -218,14 +212,14 @@ def _obstacle(layer: LinearLayer, plain: bool) -> str:
     return ""
 
 
-def _own_obstacle(module: Any) -> str:
+def _own_obstacle(module: QuantizedModule) -> str:
     """Return the reason for which the weights of a layer of qtensor are not replaced, or ""."""
     if plain_class(module) not in (Linear, GroupedLinear):
         kind = type(module).__name__
         return (
             f"{kind} computes more than a product; use qtensor.convert_ with quantized_params=True"
         )
-    if module._options.parallel is not None:
+    if module._layer_options("weight").parallel is not None:
         return "its weight is split over ranks"
     return ""
 
@@ -247,11 +241,7 @@ def replaced(layers: Iterable[LinearLayer], weights: Iterable[Sequence[Tensor]])
 def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> dict[str, str]:
     """Return the first pattern that matches each name; names without one are left out.
 
-    Args:
-        op: the caller's name, for errors.
-        patterns: names or globs (``*``, ``?``, ``[...]``), most important first.
-        names: names of layers.
-        what: the argument that holds the patterns, for errors.
+    ``what`` is the argument that holds the patterns, the most important first.
 
     Raises:
         QTensorError: a pattern matches no name.

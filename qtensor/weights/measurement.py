@@ -25,11 +25,7 @@ class Measurement:
     ) -> None:
         """Run the model once, in high precision.
 
-        Args:
-            model: in eval mode; the caller turns gradients off.
-            batches: the inputs.
-            metric: ``(reference, output) -> float``.
-            activations: whether the inputs of a quantized layer are quantized as well.
+        The model is in eval mode; the caller turns gradients off.
         """
         self.model = model
         self.batches = batches
@@ -45,8 +41,7 @@ class Measurement:
     def __call__(self, choice: Mapping[LinearLayer, Quantizer | None]) -> float:
         """Return the mean error over the inputs with some layers quantized.
 
-        Args:
-            choice: layers and the quantizers of their weights; None leaves a layer as it is.
+        None leaves a layer as it is.
         """
         chosen = {layer: quantizer for layer, quantizer in choice.items() if quantizer is not None}
         weights = ([quantize(w, q) for w in layer.weights] for layer, q in chosen.items())
@@ -66,7 +61,7 @@ class Measurement:
         return sum(errors) / len(errors)
 
 
-def quantize_input(quantizer: Any) -> Callable[..., tuple[Any, dict[str, Any]]]:
+def quantize_input(quantizer: Quantizer) -> Callable[..., tuple[Any, dict[str, Any]]]:
     """Return a forward pre-hook that quantizes the input of an ``nn.Linear``."""
 
     def hook(

@@ -39,11 +39,7 @@ METRICS: dict[str, Metric] = {"kl": kl, "sqnr": noise}
 
 
 def named_metric(metric: str | Metric) -> tuple[str, Metric]:
-    """Return the name and the function of a metric.
-
-    Raises:
-        ArgumentTypeError: it is neither a known name nor a function.
-    """
+    """Return the name and the function of a metric."""
     if isinstance(metric, str) and metric in METRICS:
         return metric, METRICS[metric]
     if isinstance(metric, str) or not callable(metric):
@@ -70,14 +66,10 @@ def fingerprint(name: str, metric: Metric, reference: Tensor) -> list[str]:
     return [measured(name, metric, reference, output).hex() for output in outputs]
 
 
-def run(op: str, place: str, model: Any, batch: Any) -> Any:
+def run(op: str, place: str, model: nn.Module, batch: Any) -> Any:
     """Run a model on a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
 
-    Args:
-        op: the caller's name, for errors.
-        place: which input it is, for errors: ``"calibration[3]"``.
-        model: the module.
-        batch: the input.
+    ``place`` says which input it is, for errors: ``"calibration[3]"``.
 
     Raises:
         QTensorError: the model raises an exception, which is the cause of this one.
@@ -110,15 +102,10 @@ def same_random_numbers(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
+def call(op: str, place: str, model: nn.Module, batch: Any) -> Tensor:
     """Run a model on one input and return its output tensor, without padding.
 
-    Args:
-        op: the caller's name, for errors.
-        place: which input it is, for errors.
-        model: the module.
-        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. If a
-            mapping has an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
+    If a mapping has an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
 
     Returns:
         The logits (``.logits``), ``.last_hidden_state``, the first item of a tuple, or the tensor
@@ -142,17 +129,8 @@ def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
     return output
 
 
-def as_batches(op: str, what: str, inputs: Any) -> list[Any]:
-    """Return a list of inputs.
-
-    Args:
-        op: the caller's name, for errors.
-        what: the argument that holds the inputs, for errors.
-        inputs: the argument.
-
-    Raises:
-        QTensorError: it is empty, or one input instead of a list.
-    """
+def as_batches(op: str, what: str, inputs: object) -> list[Any]:
+    """Return a list of inputs."""
     rule = f"{what} is a list of inputs of the model"
     fix = f"Pass {what}=[batch, ...]: tensors, tuples of arguments, or dicts of them"
     if isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable):
@@ -163,17 +141,7 @@ def as_batches(op: str, what: str, inputs: Any) -> list[Any]:
 
 
 def measured(name: str, metric: Metric, reference: Tensor, output: Tensor) -> float:
-    """Return the error that a metric gives an output.
-
-    Args:
-        name: of the metric, for errors.
-        metric: the function.
-        reference: the output in high precision.
-        output: the output to compare.
-
-    Raises:
-        ArgumentTypeError: the metric does not return a number.
-    """
+    """Return the error that a metric gives an output."""
     error: Any = metric(reference, output)
     number = error.numel() == 1 if isinstance(error, Tensor) else hasattr(error, "__float__")
     if not number:

@@ -112,12 +112,8 @@ def quantize_(
     return Conversion(title, swapped, tuple(skipped))
 
 
-def as_quantizer(op: str, format: Any) -> Quantizer | None:
-    """Return the quantizer of a format id, a canonical text, a quantizer or None.
-
-    Raises:
-        QTensorError: the format is unknown, or takes its scale from earlier steps.
-    """
+def as_quantizer(op: str, format: Format | None) -> Quantizer | None:
+    """Return the quantizer of a format id, a canonical text, a quantizer or None."""
     if format is None:
         return None
     found = parse(format) if isinstance(format, str) and "(" in format else quantizer(format)
@@ -130,16 +126,11 @@ def as_quantizer(op: str, format: Any) -> Quantizer | None:
 
 
 def check_recipe(name: str, layer: LinearLayer, quantizer: Quantizer) -> None:
-    """Refuse a format that the recipe of a layer of qtensor does not read.
-
-    Raises:
-        QTensorError: the recipe in force reads weights of another format.
-    """
+    """Refuse a format that the recipe of a layer of qtensor does not read."""
     module = layer.modules[0]
     if isinstance(module, QuantizedModule):
         try:
-            own: Any = module
-            kind, key = own._options.module, module._recipe_key()
+            kind, key = module._layer_options("weight").module, module._recipe_key()
             weight_canonical(quantizer.canonical, key, kind, module.name, False)
         except QTensorError as error:
             rule = "a layer of qtensor needs the format that its recipe reads"

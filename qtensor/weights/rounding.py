@@ -80,14 +80,10 @@ ROUNDINGS = {
 }
 
 
-def as_rounding(rounding: Any, inputs: Any) -> tuple[Rounding, list[Any]]:
+def as_rounding(rounding: object, inputs: object) -> tuple[Rounding, list[Any]]:
     """Look up a rounding by its name, and return it with the list of its calibration inputs.
 
     A ``Rounding`` is returned as it is.
-
-    Raises:
-        QTensorError: the name is unknown; inputs are missing, empty, not needed, or not a list of
-            inputs.
     """
     found = ROUNDINGS.get(rounding) if isinstance(rounding, str) else rounding
     if not isinstance(found, Rounding):
@@ -104,13 +100,8 @@ def as_rounding(rounding: Any, inputs: Any) -> tuple[Rounding, list[Any]]:
     return found, as_batches(OP, "calibration", inputs)
 
 
-def check_grid(op: str, quantizer: Any) -> None:
-    """Refuse a quantizer whose tensors cannot be built from chosen codes and factors.
-
-    Raises:
-        UnsupportedError: the format defines no grid.
-        QTensorError: an option does not allow it.
-    """
+def check_grid(op: str, quantizer: Quantizer) -> None:
+    """Refuse a quantizer whose tensors cannot be built from chosen codes and factors."""
     if quantizer.grid_cls is None:
         rule = "the format must define a grid to choose its codes and factors"
         fix = 'Use rounding="nearest", or set grid_cls of the quantizer'
@@ -157,11 +148,7 @@ class Layer:
 def check_weight(layer: Layer, own: str, weight: Tensor, rounding: Rounding) -> None:
     """Refuse a weight or a format that only rounds to nearest.
 
-    Args:
-        layer: the layer.
-        own: name of its weight.
-        weight: (N, K), or (E, N, K) for stacked experts.
-        rounding: not ``"nearest"``.
+    The weight is (N, K), or (E, N, K) for stacked experts; ``own`` is its name in the layer.
 
     Raises:
         QTensorError: the format does not allow chosen codes, or the weight has NaN, inf or no

@@ -57,12 +57,8 @@ def _lines(blocks: Tensor, size: int) -> Tensor:
 def _search(grid: Grid, x: Tensor, nearest: Tensor, wide: Tensor, weight: Tensor | None) -> Tensor:
     """Return the best factors (n,) of blocks x (n, values).
 
-    Args:
-        grid: of the weight.
-        x: float32 (n, values).
-        nearest: factors (n,) to begin with.
-        wide: float32 (n,).
-        weight: float64 (n, values), or None.
+    Each block begins with the factor ``nearest``, has the tensor-wide factor ``wide``, and weights
+    (n, values) of its values or None.
     """
     best = nearest.clone()
     least = _error(grid, x, nearest, wide, weight)

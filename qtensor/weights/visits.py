@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ def visiting(
     """
     masks: list[Tensor | None] = [None]
 
-    def padding(batch: Any) -> None:
+    def padding(batch: object) -> None:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         masks[0] = mask if isinstance(mask, Tensor) else None
 
@@ -91,7 +91,11 @@ class _Products(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         weight = args[1] if func is F.linear and len(args) > 1 else None
         if type(weight) is Tensor and (

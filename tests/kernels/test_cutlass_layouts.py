@@ -46,6 +46,21 @@ def parse(case: str) -> tuple[str, tuple[int, int, int], tuple[int, int]]:
     return kind, (m, n, k), (vm, vn)
 
 
+def swizzled_offset(row: int, column: int, columns: int) -> int:
+    """Offset of the factor of block ``column`` of ``row``; a row has ``columns`` blocks.
+
+    The layout of cuBLAS and CUTLASS (docs/numerics.md, "Swizzled factors"): tiles of 128x4 in
+    row-major order. A tile has 32 lines of 16 bytes, and each line holds 4 factors of 4 rows.
+    """
+    tile = row // 128 * ceil_div(columns, 4) + column // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+
+
+def blockwise_offset(row: int, block: int, shape: tuple[int, int], block_rows: int) -> int:
+    """Offset of the factor of ``block`` along K in ``row``, in a buffer of ``shape``."""
+    return block * shape[1] + row if block_rows == 1 else row // block_rows * shape[1] + block
+
+
 def offsets(kind: str, side: str, shape: tuple[int, int]) -> tuple[np.ndarray, int]:
     """Our offsets of a (rows, blocks) grid, and the size of the buffer, without leading dims that
     are rounded up.
@@ -55,12 +70,12 @@ def offsets(kind: str, side: str, shape: tuple[int, int]) -> tuple[np.ndarray, i
     for row in range(rows):
         for block in range(blocks):
             if kind in BLOCKS:
-                found[row, block] = scale_tiles.swizzled_offset(row, block, blocks)
+                found[row, block] = swizzled_offset(row, block, blocks)
             else:
                 by_rows = kind[4] == "k" if side == "A" else kind[5] == "k"
                 sizes = (rows, blocks) if by_rows else (blocks, rows)
                 one = 128 if by_rows else 1
-                found[row, block] = scale_tiles.blockwise_offset(row * one, block, sizes, one)
+                found[row, block] = blockwise_offset(row * one, block, sizes, one)
     count = scale_tiles.swizzled_count(rows, blocks) if kind in BLOCKS else rows * blocks
     return found, count
 
@@ -128,7 +143,7 @@ def test_swizzled_storages_have_cutlass_layout(name: str, block: int) -> None:
     swizzled = qtensor.quantize(x, name, swizzled=True)._rowwise_scale_inv.flatten()
     blocks = ceil_div(x.shape[1], block)
     assert swizzled.numel() == scale_tiles.swizzled_count(200, blocks)
-    at = [[scale_tiles.swizzled_offset(r, c, blocks) for c in range(blocks)] for r in range(200)]
+    at = [[swizzled_offset(r, c, blocks) for c in range(blocks)] for r in range(200)]
     assert torch.equal(swizzled[torch.tensor(at)], plain[:200, :blocks])
 
 
@@ -144,5 +159,5 @@ def test_blockwise_storages_have_cutlass_layout(
     values, codes = q.dequantize().float(), q._rowwise_data.view(torch.float8_e4m3fn).float()
     for row in (0, shape[0] // 2, shape[0] - 1):
         for column in (0, shape[1] // 2, shape[1] - 1):
-            at = scale_tiles.blockwise_offset(row, column // 128, size, rows)
+            at = blockwise_offset(row, column // 128, size, rows)
             assert values[row, column] == codes[row, column] * flat[at]

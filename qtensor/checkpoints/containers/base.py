@@ -92,18 +92,15 @@ class Container(Protocol):
     def read(self, name: str) -> Tensor:
         """Return a tensor; its memory is that of the mapped file where alignment allows."""
 
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back to the system, if the tensor lies in a map of its own."""
+
     def close(self) -> None:
         """Release the files; tensors that were read stay valid."""
 
 
 def checked_shape(shape: object, file: str, tensor: str, layout: str = "") -> tuple[int, ...]:
     """Return a shape from a file as a tuple.
-
-    Args:
-        shape: the value in the file.
-        file: path of the file, for errors.
-        tensor: name of the tensor, for errors.
-        layout: name of the layout, for errors.
 
     Raises:
         CheckpointError: it is not a list of integers from 0 to 2^63 - 1, or has too many elements.

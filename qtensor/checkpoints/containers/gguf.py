@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from qtensor.checkpoints.containers.base import Mapped, TensorInfo, checked_shape, stored_size
+from qtensor.checkpoints.containers.base import Mapped, Path, TensorInfo, checked_shape, stored_size
 from qtensor.checkpoints.containers.safetensors import (
     SafetensorsFile,
     SafetensorsWriter,
@@ -128,15 +128,15 @@ class GGUFFile(SafetensorsFile):
 
     kind = "gguf"
 
-    def _load(self) -> None:
+    def _load(self, file: Path, data: Mapped) -> None:
         """Read the header of the mapped file."""
-        header = _Header(self._map, self.path)
+        header = _Header(data, self.path)
         count, pairs = header.counts()
         values = header.key_values(pairs)
         entries = [header.tensor() for _ in range(count)]
         alignment = _alignment(values, self.path)
         start = -(-header.at // alignment) * alignment
-        self._check_padding(header.at, start)
+        _check_padding(bytes(data[max(header.at, start - MAX_PADDING) : start]), self.path)
         infos, types, shapes = {}, {}, {}
         for name, shape, number, offset in entries:
             place = Place(self.path, name)
@@ -145,8 +145,8 @@ class GGUFFile(SafetensorsFile):
             if offset % alignment:
                 refuse(place, f"offsets are multiples of {alignment}", offset, _AGAIN)
             infos[name] = _info(name, shape, number, self.path, start + offset)
-            if infos[name].start + infos[name].nbytes > len(self._map):
-                rule = f"the data lie inside the file of {len(self._map)} bytes"
+            if infos[name].start + infos[name].nbytes > len(data):
+                rule = f"the data lie inside the file of {len(data)} bytes"
                 got = f"{infos[name].nbytes} bytes at {infos[name].start}"
                 refuse(place, rule, got, "The file was cut off: download it again")
             types[name] = TYPES[number].name if number in TYPES else f"number {number}"
@@ -156,15 +156,15 @@ class GGUFFile(SafetensorsFile):
         self.infos = infos
         self.extra = {"types": types, "shapes": shapes, "key_values": values}
 
-    def _check_padding(self, end: int, start: int) -> None:
-        """Refuse other bytes than zeros between header and data.
 
-        Where bytes of a header are lost, the data lie before the place that the header gives.
-        """
-        padding = bytes(self._map[max(end, start - MAX_PADDING) : start])
-        if any(padding):
-            rule = "the bytes between the header and the data are zeros"
-            refuse(Place(self.path), rule, repr(padding[:80]), _AGAIN)
+def _check_padding(padding: bytes, path: str) -> None:
+    """Refuse other bytes than zeros between header and data.
+
+    Where bytes of a header are lost, the data lie before the place that the header gives.
+    """
+    if any(padding):
+        rule = "the bytes between the header and the data are zeros"
+        refuse(Place(path), rule, repr(padding[:80]), _AGAIN)
 
 
 class _Header:
@@ -329,9 +329,6 @@ def gguf_value(value: object, place: Place) -> GGUFValue:
 
     A bool becomes BOOL, an int UINT32 or else INT32, UINT64 or INT64, a float FLOAT32, a str
     STRING, and a list whose elements have one of these types ARRAY.
-
-    Raises:
-        CheckpointError: a value of another type, or an int of more than 64 bits.
     """
     if isinstance(value, GGUFValue):
         return value
@@ -390,11 +387,7 @@ class GGUFFileWriter(SafetensorsWriter):
     ) -> None:
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
-        Args:
-            path: the final path.
-            specs: all tensors, in the order of the file.
-            entries: type and logical shape of each tensor.
-            key_values: the key-values; the alignment is 32 and needs none.
+        The alignment is 32, which needs no key-value.
 
         Raises:
             CheckpointError: a name occurs twice or has over 63 bytes, a tensor has over 4 dims, or

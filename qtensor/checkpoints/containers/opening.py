@@ -44,9 +44,6 @@ _SUFFIXES = (INDEX_SUFFIX, TORCH_INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", "
 def open_container(path: Path) -> Container:
     """Open the container of a path.
 
-    Args:
-        path: a file, a folder, an index, or an open binary file.
-
     Raises:
         CheckpointError: there is no checkpoint, or it is not sound.
     """

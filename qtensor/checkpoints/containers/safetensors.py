@@ -19,9 +19,9 @@ import re
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import itemgetter
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -58,8 +58,7 @@ class SafetensorsFile:
     def __init__(self, file: Path) -> None:
         """Open a file.
 
-        Args:
-            file: a path, or an open binary file, which is read from its beginning.
+        An open binary file is read from its beginning.
 
         Raises:
             CheckpointError: the file cannot be read, or is not a sound safetensors file.
@@ -71,16 +70,25 @@ class SafetensorsFile:
             self.folder = os.path.dirname(os.path.abspath(self.path))
         else:
             self.path = str(getattr(file, "name", "an open file"))
-        self._map: Any = map_file(file, Place(self.path))
+        self._map: Mapped | None = map_file(file, Place(self.path))
         self.headers: tuple[Mapping[str, str], ...] = ()
         self.infos: Mapping[str, TensorInfo] = {}
-        self._load()
+        self._load(file, self._map)
 
-    def _load(self) -> None:
+    def _load(self, file: Path, data: Mapped) -> None:
         """Read the header of the mapped file; containers with another header override it."""
-        header, start = _header(self._map, self.path)
+        header, start = _header(data, self.path)
         self.headers = (_metadata(header.pop("__metadata__", {}), Place(self.path)),)
-        self.infos = _infos(header, self.path, start, len(self._map))
+        self.infos = _infos(header, self.path, start, len(data))
+
+    def _bytes_of(self, name: str) -> tuple[Mapped, TensorInfo]:
+        """Return the mapped file and the info of a tensor in it, after checking that both exist."""
+        place = Place(self.path, name)
+        if self._map is None:
+            refuse(place, "the file is open", "a closed file", "Open it again")
+        if name not in self.infos:
+            refuse(place, "the file has a tensor of this name", "none", "Choose one of .infos")
+        return self._map, self.infos[name]
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, which shares the memory of the map unless its bytes are not aligned.
@@ -88,27 +96,12 @@ class SafetensorsFile:
         Raises:
             CheckpointError: no such tensor, or the file is closed.
         """
-        if self._map is None:
-            refuse(Place(self.path, name), "the file is open", "a closed file", "Open it again")
-        if name not in self.infos:
-            place = Place(self.path, name)
-            refuse(place, "the file has a tensor of this name", "none", "Choose one of .infos")
-        info = self.infos[name]
-        kind = STORED_TYPES[info.dtype]
+        data, info = self._bytes_of(name)
+        dtype = STORED_TYPES[info.dtype].torch_dtype
         shape = torch_shape(info.dtype, info.shape)
         if info.nbytes == 0:
-            return torch.empty(shape, dtype=kind.torch_dtype)
-        itemsize = kind.torch_dtype.itemsize
-        if info.start % itemsize == 0:
-            count = info.nbytes // itemsize
-            data = torch.frombuffer(
-                self._map, dtype=kind.torch_dtype, count=count, offset=info.start
-            )
-            return data.view(shape)
-        data = torch.frombuffer(
-            self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start
-        ).clone()
-        return data.view(kind.torch_dtype).view(shape)
+            return torch.empty(shape, dtype=dtype)
+        return elements(data, dtype, info.nbytes // dtype.itemsize, info.start).view(shape)
 
     def release(self, name: str) -> None:
         """Give the pages of a tensor back to the system; writes to the tensor are lost."""
@@ -124,13 +117,18 @@ class SafetensorsFile:
         self._map = None
 
 
+def elements(data: Mapped, dtype: torch.dtype, count: int, start: int) -> Tensor:
+    """Return elements of a mapped file, which share its memory unless they are not aligned."""
+    if start % dtype.itemsize == 0:
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=start)
+    size = count * dtype.itemsize
+    return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).clone().view(dtype)
+
+
 def release_pages(data: Mapped | None, start: int, nbytes: int) -> None:
     """Give the whole pages of a part of a mapped file back to the system.
 
-    Args:
-        data: what ``map_file`` returned, or None; other memory than a map stays.
-        start: offset of the part.
-        nbytes: size of the part.
+    Other memory than a map stays.
     """
     if not isinstance(data, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
         return
@@ -167,11 +165,7 @@ def _map_descriptor(descriptor: int) -> Mapped:
 
 
 def _header(data: Mapped, path: str) -> tuple[dict[str, Any], int]:
-    """Return the header of a file and the offset of its data.
-
-    Raises:
-        CheckpointError: the header is too long or is not a JSON object.
-    """
+    """Return the header of a file and the offset of its data."""
     place = Place(path)
     if len(data) < 8:
         rule = "a safetensors file begins with the size of its header, 8 bytes"
@@ -294,10 +288,7 @@ class SafetensorsWriter:
     ) -> None:
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
-        Args:
-            path: the final path.
-            specs: all tensors. The file holds wide dtypes first, so that every tensor is aligned.
-            metadata: texts of the header.
+        The file holds wide dtypes first, so that every tensor is aligned.
 
         Raises:
             CheckpointError: a name occurs twice, a dtype has no name in the format, the header is
@@ -315,13 +306,10 @@ class SafetensorsWriter:
             self._file, self.temporary = tempfile.mkstemp(".tmp", f".{name}.", folder)
         except OSError as error:
             refuse(Place(self.path), "the folder must be writable", error, "Check it", error)
-        try:
+        with self._removing():
             self._put(header, 0)
             if self._size and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file, 0, self._size)
-        except OSError as error:
-            self.abort()
-            self._fail(error)
 
     def _plan(self, specs: list[TensorSpec], metadata: dict[str, str]) -> bytes:
         """Compute the offset of every tensor and return the header."""
@@ -372,10 +360,7 @@ class SafetensorsWriter:
             rule = f"the header says {spec.dtype} of shape {tuple(spec.shape)}"
             refuse(place, rule, f"{tensor.dtype} of {tuple(tensor.shape)}", "Fix the specs")
         data = _raw(tensor.detach().cpu())
-        try:
-            self._put(data.numpy(), offset)
-        except OSError as error:
-            self._fail(error)
+        self._store(data, offset)
         self._missing.discard(name)
 
     def write_part(self, name: str, first: int, part: Tensor) -> None:
@@ -404,16 +389,28 @@ class SafetensorsWriter:
             rule = f"the header says {spec.dtype} of shape {tuple(spec.shape)}"
             got = f"{part.numel()} elements of {part.dtype} at {first}"
             refuse(Place(self.path, name), rule, got, "Fix the specs")
+        self._store(data, offset + begin)
+
+    def _store(self, data: Tensor, offset: int) -> None:
         try:
-            self._put(data.numpy(), offset + begin)
+            self._put(data.numpy().data, offset)
         except OSError as error:
             self._fail(error)
 
-    def _put(self, data: Any, offset: int) -> None:
+    def _put(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
         while view:
             count = os.pwrite(self._file, view, offset)
             view, offset = view[count:], offset + count
+
+    @contextmanager
+    def _removing(self) -> Iterator[None]:
+        """Remove the temporary file if the system refuses something."""
+        try:
+            yield
+        except OSError as error:
+            self.abort()
+            self._fail(error)
 
     def _fail(self, error: OSError) -> None:
         fix = "Free space on the disk, or choose another folder"
@@ -438,11 +435,8 @@ class SafetensorsWriter:
             got = f"{len(self._missing)} missing, for example {min(self._missing)!r}"
             self.abort()
             refuse(Place(self.path), "every tensor of the header is written", got, "Write them")
-        try:
+        with self._removing():
             os.fsync(self._file)
-        except OSError as error:
-            self.abort()
-            self._fail(error)
         os.close(self._file)
         self._file = -1
 
@@ -452,12 +446,9 @@ class SafetensorsWriter:
         Raises:
             CheckpointError: the file cannot be renamed.
         """
-        try:
+        with self._removing():
             os.replace(self.temporary, self.path)
             sync_folder(os.path.dirname(self.path))
-        except OSError as error:
-            self.abort()
-            self._fail(error)
 
     def abort(self) -> None:
         """Remove the temporary file."""
@@ -470,12 +461,7 @@ class SafetensorsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

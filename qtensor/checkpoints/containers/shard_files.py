@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,7 +20,38 @@ MAX_JSON = 100_000_000
 """Most bytes of a JSON file beside the tensors."""
 
 
-class ShardedFiles:
+class SeveralFiles:
+    """Read the tensors of several files as those of one; a subclass opens the files."""
+
+    path: str
+    source: ClassVar[str]
+    """What messages call the files."""
+
+    def __init__(self) -> None:
+        self._infos: dict[str, TensorInfo] = {}
+        self.infos: Mapping[str, TensorInfo] = self._infos
+        self._files: list[Container] = []
+        self._file_of: dict[str, Container] = {}
+        """The file of each tensor."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, which shares the memory of its file where its bytes are aligned."""
+        if name not in self._file_of:
+            rule = f"{self.source} has a tensor of this name"
+            refuse(Place(self.path, name), rule, "none", "Choose one of .infos")
+        return self._file_of[name].read(name)
+
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back to the system."""
+        self._file_of[name].release(name)
+
+    def close(self) -> None:
+        """Release the files; tensors that were read stay valid."""
+        for file in self._files:
+            file.close()
+
+
+class ShardedFiles(SeveralFiles):
     """Read the shards that an index names, as one set of tensors.
 
     The shards are safetensors files, or zips of torch.save. An index of the latter names tensor
@@ -29,19 +60,18 @@ class ShardedFiles:
     Tensors that lie in a shard but not in the index are left out; ``unlisted`` names them.
     """
 
+    source = "the index"
+
     def __init__(
         self, index: str | os.PathLike[str], open_file: Callable[[str], Container]
     ) -> None:
         """Open every shard that the index names.
 
-        Args:
-            index: path of ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``.
-            open_file: opens the container of one file.
-
         Raises:
             CheckpointError: the index or a shard is not sound, a shard lies outside the folder, a
                 tensor is missing from its shard, or shards are of different kinds.
         """
+        super().__init__()
         self.path = os.fspath(index)
         self.folder: str | None = os.path.dirname(os.path.abspath(self.path))
         weight_map = self._weight_map()
@@ -49,22 +79,19 @@ class ShardedFiles:
             name: open_file(path_inside(self.folder, name, self.path))
             for name in sorted(set(weight_map.values()))
         }
+        self._files += self._shards.values()
         self.kind = self._one_kind()
-        infos: dict[str, TensorInfo] = {}
-        self.infos: Mapping[str, TensorInfo] = infos
-        self._shard_of: dict[str, Container] = {}
         for name, file in weight_map.items():
             shard = self._shards[file]
             for info in self._tensors(shard, name, file):
-                infos[info.name] = info
-                self._shard_of[info.name] = shard
+                self._infos[info.name], self._file_of[info.name] = info, shard
         extra: dict[str, dict[str, Any]] = {}
         for file, shard in self._shards.items():
             for key, values in shard.extra.items():
                 known = {
                     name: value
                     for name, value in values.items()
-                    if weight_map.get(name) == file or self._shard_of.get(name) is shard
+                    if weight_map.get(name) == file or self._file_of.get(name) is shard
                 }
                 extra.setdefault(key, {}).update(known)
         self.extra: Mapping[str, Any] = extra
@@ -75,7 +102,7 @@ class ShardedFiles:
             tensor
             for shard in self._shards.values()
             for tensor in shard.infos
-            if self._shard_of.get(tensor) is not shard
+            if self._file_of.get(tensor) is not shard
         )
 
     def _weight_map(self) -> dict[str, str]:
@@ -111,37 +138,12 @@ class ShardedFiles:
             refuse(Place(self.path, name), rule, f"{file!r} without it", fix)
         return [shard.infos[name]]
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor, which shares the memory of its shard where its bytes are aligned.
-
-        Raises:
-            CheckpointError: no such tensor, or the files are closed.
-        """
-        if name not in self._shard_of:
-            rule = "the index has a tensor of this name"
-            refuse(Place(self.path, name), rule, "none", "Choose one of .infos")
-        return self._shard_of[name].read(name)
-
-    def release(self, name: str) -> None:
-        """Give the pages of a tensor back to the system, where the shard can."""
-        release = getattr(self._shard_of[name], "release", None)
-        if release is not None:
-            release(name)
-
-    def close(self) -> None:
-        """Release the shards; tensors that were read stay valid."""
-        for shard in self._shards.values():
-            shard.close()
-
 
 def read_json(path: str) -> dict[str, Any]:
     """Return the JSON object of a file.
 
     ``Infinity`` and ``NaN`` are read as Python's json writes them: transformers 4 wrote the
     configs of Mamba models with them.
-
-    Raises:
-        CheckpointError: the file cannot be read, is over 100 MB, or is not a JSON object.
     """
     place = Place(path)
     try:
@@ -157,10 +159,7 @@ def read_json(path: str) -> dict[str, Any]:
 def path_inside(folder: str, name: str, file: str) -> str:
     """Return the path of a file that another file names.
 
-    Args:
-        folder: the folder of the checkpoint.
-        name: the name of the file.
-        file: the file that holds the name, for messages.
+    ``file`` is the one that holds the name, for messages.
 
     Raises:
         CheckpointError: the name is not a plain file name, or is a link that leaves the folder.

@@ -150,10 +150,7 @@ class InertUnpickler(pickle._Unpickler):
     def __init__(self, data: bytes, place: Place, stream: dict[str, bytes] | None = None) -> None:
         """Prepare to read.
 
-        Args:
-            data: the pickles.
-            place: file and tensor, for errors.
-            stream: for a legacy stream, the dict that will hold the bytes of its storages.
+        For a legacy stream, ``stream`` will hold the bytes of its storages.
 
         Raises:
             CheckpointError: there are too many bytes.
@@ -279,7 +276,7 @@ class InertUnpickler(pickle._Unpickler):
     # ---- functions of torch.save
 
     def tensor(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, *options: object
+        self, storage: Any, offset: object, shape: object, strides: object, *options: object
     ) -> TensorRecord:
         """Return the record of a tensor after checking that it lies inside its storage.
 
@@ -329,7 +326,7 @@ class InertUnpickler(pickle._Unpickler):
             self._refuse("_codecs.encode takes a text in latin1", type(text).__name__)
         return self._once(text, lambda: text.encode("latin1"))
 
-    def legacy(self, data: Any) -> Any:
+    def legacy(self, data: object) -> Any:
         """Return the value of a legacy stream inside this pickle."""
         if type(data) is not bytes or self.stream is not None:
             self._refuse("a legacy stream is bytes, and holds no other stream", "something else")

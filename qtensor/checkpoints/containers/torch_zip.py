@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.containers.base import STORED_NAMES, Mapped, Path, TensorInfo
-from qtensor.checkpoints.containers.safetensors import map_file, release_pages
+from qtensor.checkpoints.containers.safetensors import SafetensorsFile, elements, release_pages
 from qtensor.checkpoints.containers.torch_pickle import (
     BYTES_IO,
     MAX_PICKLE,
@@ -53,11 +52,6 @@ class Entry(NamedTuple):
 
 def zip_entries(file: Path, data: Mapped, path: str) -> dict[str, Entry]:
     """Return the entries of a zip by name; nothing is extracted.
-
-    Args:
-        file: a path, or an open binary file.
-        data: its bytes.
-        path: path of the file, for errors.
 
     Raises:
         CheckpointError: the zip is damaged, a name leaves it or occurs twice, or an entry is
@@ -96,9 +90,6 @@ def _leaves(root: object, place: Place) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) for each value that is not a dict, list or tuple, in order.
 
     Names of nested dicts are joined by dots.
-
-    Raises:
-        CheckpointError: the root is not a dict, or there are too many values, levels or characters.
     """
     if type(root) is not dict:
         refuse(place, "a torch file holds a state dict", type(root).__name__, _AGAIN)
@@ -131,10 +122,7 @@ class StateDict:
     def __init__(self, value: object, path: str, entries: Mapping[str, Entry]) -> None:
         """Walk over a value.
 
-        Args:
-            value: the value of the pickle; a dict.
-            path: path of the file, for errors and infos.
-            entries: entry of each storage by its key; empty for legacy streams.
+        ``entries`` has the entry of each storage by its key; it is empty for legacy streams.
 
         Raises:
             CheckpointError: the value is not a dict, a name occurs twice, there are too many
@@ -216,7 +204,7 @@ class StateDict:
         }
 
 
-class TorchZip:
+class TorchZip(SafetensorsFile):
     """Read one file of ``torch.save``; the container of layouts torchao and Transformer Engine.
 
     Opening reads the directory of the zip and the pickle. The map is private, as that of a
@@ -225,43 +213,24 @@ class TorchZip:
 
     kind = "torch"
 
-    def __init__(self, file: Path) -> None:
-        """Open a file.
-
-        Args:
-            file: a path, or an open binary file, which is read from its beginning.
-
-        Raises:
-            CheckpointError: the file is damaged, or its pickle names anything but tensors.
-        """
-        self.headers: tuple[Mapping[str, str], ...] = ()
-        self.folder: str | None = None
-        if isinstance(file, (str, os.PathLike)):
-            self.path = os.fspath(file)
-            self.folder = os.path.dirname(os.path.abspath(self.path))
-        else:
-            self.path = str(getattr(file, "name", "an open file"))
+    def _load(self, file: Path, data: Mapped) -> None:
+        """Read the directory of the zip and the pickle, which may name only tensors."""
         place = Place(self.path)
-        self._map: Any = map_file(file, place)
-        entries = zip_entries(file, self._map, self.path)
+        entries = zip_entries(file, data, self.path)
         roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
         if len(roots) != 1 or "/" in roots[0]:
             rule = "a zip of torch.save has one */data.pkl"
             refuse(place, rule, f"{len(roots)} of them in {len(entries)} files", _AGAIN)
         order = entries.get(f"{roots[0]}/byteorder")
-        if order is not None and self._bytes(order).strip() != b"little":
+        if order is not None and _contents(data, order).strip() != b"little":
             rule = "the numbers of a torch file are little-endian"
             refuse(place, rule, "others", "Save it on a little-endian machine")
         start = f"{roots[0]}/data/"
         self._entries = {k[len(start) :]: e for k, e in entries.items() if k.startswith(start)}
-        pickled = self._bytes(entries[f"{roots[0]}/data.pkl"])
+        pickled = _contents(data, entries[f"{roots[0]}/data.pkl"])
         self._state = StateDict(InertUnpickler(pickled, place).value(), self.path, self._entries)
-        self.infos: Mapping[str, TensorInfo] = self._state.infos
-        records, strides = self._state.records, self._state.strides
-        self.extra: Mapping[str, Any] = {"records": records, "strides": strides}
-
-    def _bytes(self, entry: Entry) -> bytes:
-        return bytes(self._map[entry.start : entry.start + min(entry.size, MAX_PICKLE + 1)])
+        self.infos = self._state.infos
+        self.extra = {"records": self._state.records, "strides": self._state.strides}
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, which shares the memory of the map.
@@ -269,24 +238,20 @@ class TorchZip:
         Raises:
             CheckpointError: no such tensor, or the file is closed.
         """
-        if self._map is None:
-            refuse(Place(self.path, name), "the file is open", "a closed file", "Open it again")
+        data, _ = self._bytes_of(name)
         if name in self._state.bytes:
             return _tensor_of_bytes(self._state.bytes[name])
-        if name not in self._state.tensors:
-            place = Place(self.path, name)
-            refuse(place, "the file has a tensor of this name", "none", "Choose one of .infos")
         record = self._state.tensors[name]
-        return _tensor(record, self._map, self._entries[record.storage.key].start)
+        return _tensor(record, data, self._entries[record.storage.key].start)
 
     def release(self, name: str) -> None:
         """Give the memory of a tensor's storage back; writes to tensors of the storage are lost."""
         if name in self._state.tensors:
             release_pages(self._map, *self._entries[self._state.tensors[name].storage.key])
 
-    def close(self) -> None:
-        """Release the map; tensors that were read stay valid."""
-        self._map = None
+
+def _contents(data: Mapped, entry: Entry) -> bytes:
+    return bytes(data[entry.start : entry.start + min(entry.size, MAX_PICKLE + 1)])
 
 
 def _tensor_of_bytes(data: bytes) -> Tensor:
@@ -299,31 +264,20 @@ def _tensor_of_bytes(data: bytes) -> Tensor:
 def _tensor(record: TensorRecord, data: Mapped, start: int) -> Tensor:
     """Return the tensor of a record.
 
-    Args:
-        record: lies inside its storage.
-        data: a writable buffer.
-        start: offset of the storage in ``data``.
+    ``start`` is the offset of its storage in ``data``, a writable buffer.
     """
     dtype, shape = record.dtype, record.shape
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, record.strides, strict=True))
-    start += record.offset * dtype.itemsize
-    if start % dtype.itemsize == 0:
-        flat = torch.frombuffer(data, dtype=dtype, count=extent, offset=start)
-    else:
-        size = extent * dtype.itemsize
-        raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start)
-        flat = raw.clone().view(dtype)
+    flat = elements(data, dtype, extent, start + record.offset * dtype.itemsize)
     return flat.as_strided(shape, record.strides)
 
 
 def pickled_tensors(data: bytes, place: Place) -> dict[str, Tensor]:
     """Return the tensors of a pickle that lies in a tensor, such as an ``_extra_state``.
 
-    Args:
-        data: a pickle, a legacy stream or a zip of torch.save; empty bytes hold nothing.
-        place: file and tensor, for errors.
+    The pickle may be a legacy stream or a zip; empty bytes hold nothing.
 
     Raises:
         CheckpointError: it is damaged, or names anything but tensors; nothing is executed.

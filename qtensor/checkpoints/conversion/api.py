@@ -10,8 +10,8 @@ import torch
 
 from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
 from qtensor.checkpoints.containers.shard_files import INDEX_SUFFIX
-from qtensor.checkpoints.conversion.conversion_plan import Plan, PlannedShard, make_plan
-from qtensor.checkpoints.conversion.conversion_report import ConversionReport, TensorResult
+from qtensor.checkpoints.conversion.conversion_plan import PlannedShard, make_plan
+from qtensor.checkpoints.conversion.conversion_report import ConversionReport
 from qtensor.checkpoints.conversion.request import (
     Options,
     Request,
@@ -19,7 +19,7 @@ from qtensor.checkpoints.conversion.request import (
     checked_format,
     make_request,
 )
-from qtensor.checkpoints.conversion.streaming import Stream, copy_other_files, texts_of
+from qtensor.checkpoints.conversion.streaming import Stream, copy_other_files
 from qtensor.checkpoints.conversion.work_folder import (
     WorkFolder,
     check_replaceable,
@@ -32,6 +32,7 @@ from qtensor.checkpoints.saving import (
     Shard,
     index_of,
     shard_names,
+    texts_of,
     without_quantization,
     writable,
     write_json,
@@ -144,7 +145,17 @@ def _run(request: Request) -> ConversionReport:
         else:
             notes += _finish_folder(checkpoint, request.src, writer, work, names, plan.shards)
             work.publish_folder()
-    return _report(checkpoint, request, plan, results, notes, stream.resumed, began)
+    return ConversionReport(
+        request.src,
+        request.dst,
+        checkpoint.layout,
+        request.layout,
+        tuple(results),
+        plan.not_carried,
+        tuple(notes),
+        time.monotonic() - began,
+        stream.resumed,
+    )
 
 
 def _finish_folder(
@@ -176,25 +187,3 @@ def _about(checkpoint: Checkpoint, request: Request) -> dict[str, Any]:
         "source": source_identity(sorted(files)),
         "config": dict(checkpoint.config),
     }
-
-
-def _report(
-    checkpoint: Checkpoint,
-    request: Request,
-    plan: Plan,
-    results: list[TensorResult],
-    notes: list[str],
-    *times: float,
-) -> ConversionReport:
-    resumed, began = times
-    return ConversionReport(
-        request.src,
-        request.dst,
-        checkpoint.layout,
-        request.layout,
-        tuple(results),
-        plan.not_carried,
-        tuple(notes),
-        time.monotonic() - began,
-        int(resumed),
-    )

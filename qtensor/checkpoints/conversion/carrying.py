@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.request import Request
-from qtensor.checkpoints.layout_base import DIVISOR, DenseOnly, Writer, find_layout, layouts
+from qtensor.checkpoints.layout_base import DIVISOR, Writer, find_layout, layouts
 from qtensor.quantizers import Quantizer
 
 
@@ -94,12 +94,11 @@ def _input_factor(
     """Return how a factor of activations is carried: it belongs to the format of its weight."""
     module, _, last = name.rpartition(".")
     group = checkpoint.groups.get(f"{module}.weight")
-    if group is None or isinstance(group.target, DenseOnly):
+    if group is None or not isinstance(group.target, Quantizer):
         before = after = ""
     else:
-        target: Any = group.target
-        before = after = target.format
-        wanted: Quantizer | None = request.quantizer
+        before = after = group.target.format
+        wanted = request.quantizer
         if wanted is not None and request.chosen(group.name, False, True):
             after = wanted.format
     if _activation(before) != _activation(after):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.containers.safetensors import TensorSpec
 from qtensor.checkpoints.conversion.carrying import NotCarried, carry
@@ -20,40 +22,25 @@ from qtensor.checkpoints.conversion.conversion_report import (
     QUANTIZED,
     RECIPROCAL,
     REQUANTIZED,
+    TensorResult,
 )
 from qtensor.checkpoints.conversion.request import Request
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse, shorten
 from qtensor.checkpoints.ignoring import ignored_names
-from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, DenseOnly, Group, Unreadable, Writer
+from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Group, Unreadable, Writer
 from qtensor.checkpoints.saving import Shard, check_unique
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 
-class Step(NamedTuple):
-    """Say how one tensor of the result is made.
+@dataclass(frozen=True)
+class Step(TensorResult):
+    """Say how one tensor of the result is made."""
 
-    Attributes:
-        name: logical name in the result.
-        source: logical name in the source.
-        action: a key of ``report.ACTIONS``.
-        before: format in the source.
-        after: format in the result.
-        shape: logical shape in the result.
-        nbytes: bytes in the result.
-        read_bytes: bytes in the source.
-        quantizer: of a tensor that is quantized.
-    """
-
-    name: str
-    source: str
-    action: str
-    before: str
-    after: str
-    shape: tuple[int, ...]
-    nbytes: int
-    read_bytes: int
+    read_bytes: int = 0
+    """Bytes in the source."""
     quantizer: Quantizer | None = None
+    """The quantizer of a tensor that is quantized here; None for others."""
 
 
 class PlannedShard(NamedTuple):
@@ -80,11 +67,7 @@ class Plan(NamedTuple):
 def make_plan(checkpoint: Checkpoint, request: Request, writer: Writer, limit: int | None) -> Plan:
     """Return the plan of a conversion. Codes are not read, and factors only where needed.
 
-    Args:
-        checkpoint: the open source.
-        request: what is asked for.
-        writer: the writer of the result; it collects what its config needs.
-        limit: most bytes of a shard, or None for one file.
+    ``limit`` is the most bytes of a shard, or None for one file.
 
     Raises:
         CheckpointError: a weight cannot be carried as asked; the message names it.
@@ -146,10 +129,8 @@ class _Tensor:
 
     def _is_already(self, wanted: Quantizer) -> bool:
         """Return True if the weight has the format that is asked for."""
-        target: Any = self.group.target if self.group else None
-        if isinstance(target, DenseOnly) or target is None:
-            return False
-        return _comparable(target) == _comparable(wanted)
+        target = self.group.target if self.group else None
+        return isinstance(target, Quantizer) and _comparable(target) == _comparable(wanted)
 
     def _moved(self) -> tuple[Step, list[TensorSpec]]:
         """Return the step of a weight that keeps its codes and factors."""
@@ -164,20 +145,20 @@ class _Tensor:
             fix = "To quantize the weight again, pass format="
             place = Place(self.checkpoint.path, self.name, self.request.layout)
             raise CheckpointError(f"{error} {fix}.", *place) from error
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         order, after = self.writer.swizzled, quantizer
         if order is not None and getattr(quantizer, "swizzled", order) != order:
-            after = dataclasses.replace(quantizer, swizzled=order)
+            after = dataclasses.replace(quantizer, swizzled=order)  # type: ignore[call-arg]
         return self._step(MOVED, quantizer.canonical, after.canonical, tensor, stored)
 
     def _quantized(
         self, action: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Step, list[TensorSpec]]:
-        quantizer: Any = self.request.quantizer
+        quantizer = cast(Quantizer, self.request.quantizer)
         tensor = quantizer.make_empty(shape, dtype=dtype, device="meta")
         stored = self.writer.encoded(self.name, tensor)
         step, specs = self._step(action, self._before(), quantizer.canonical, tensor, stored)
-        return step._replace(quantizer=quantizer), specs
+        return dataclasses.replace(step, quantizer=quantizer), specs
 
     def _decoded(self, group: Group, dtype: torch.dtype) -> tuple[Step, list[TensorSpec]]:
         """Return the step of a weight that becomes plain; its decoded shape may be another."""
@@ -202,7 +183,7 @@ class _Tensor:
         stored = self.writer.plain(found.name, made)
         action = RECIPROCAL if found.reciprocal else PLAIN
         step, specs = self._step(action, word, _word(made.dtype), made, stored)
-        return step._replace(name=found.name), specs
+        return dataclasses.replace(step, name=found.name), specs
 
     def _fits(self, tensor: Tensor) -> bool:
         """Return True for weights: matrices, and stacked ones that ``include`` names."""
@@ -212,20 +193,18 @@ class _Tensor:
         return wide and named and tensor.ndim in dims and math.prod(tensor.shape) > 0
 
     def _before(self) -> str:
-        target: Any = self.group.target if self.group else None
         if self.group is None:
             return _word(self.checkpoint[self.name].dtype)
-        return self.group.scheme if isinstance(target, DenseOnly) else target.canonical
+        target = self.group.target
+        return target.canonical if isinstance(target, Quantizer) else self.group.scheme
 
     def _step(
         self, action: str, before: str, after: str, tensor: Tensor, stored: dict[str, Tensor]
     ) -> tuple[Step, list[TensorSpec]]:
         specs = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in stored.items()]
         nbytes = sum(spec.nbytes for spec in specs)
-        read_bytes = self.checkpoint.nbytes(self.name)
-        shape = tuple(tensor.shape)
-        step = Step(self.name, self.name, action, before, after, shape, nbytes, read_bytes)
-        return step, specs
+        place = (self.name, self.name, action, before, after, tuple(tensor.shape), nbytes)
+        return Step(*place, read_bytes=self.checkpoint.nbytes(self.name)), specs
 
     def _refuse(self, rule: str, got: object, fix: str) -> NoReturn:
         place = Place(self.checkpoint.path, self.name, self.checkpoint.layout)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.debug.error_report import decibel
+
 
 class ErrorSums(NamedTuple):
     """Hold the sums of one part, or of several.
@@ -26,11 +28,8 @@ class ErrorSums(NamedTuple):
     @property
     def sqnr_db(self) -> float:
         """Return 10 log10(signal / noise): inf without noise, NaN if a value is not finite."""
-        if not math.isfinite(self.signal + self.noise):
-            return math.nan
-        if self.noise == 0:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        finite = math.isfinite(self.signal + self.noise)
+        return decibel(self.signal, self.noise) if finite else math.nan
 
     @property
     def max_abs_error(self) -> float:
@@ -42,11 +41,8 @@ def error_sums(x: Tensor, decoded: Tensor) -> ErrorSums:
     """Return the sums of a part.
 
     The dot products run in float32 over pieces of 2^17 elements, and their results are added in
-    float64, so that the sums hold five digits.
-
-    Args:
-        x: the values, any floating dtype and shape.
-        decoded: the decoded values, float32 of the same number of elements; it is overwritten.
+    float64, so that the sums hold five digits. ``decoded``, float32 of as many elements as ``x``,
+    is overwritten.
     """
     values, error = x.reshape(-1).float(), decoded.reshape(-1)
     if not values.numel():

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
+from qtensor.api import parsed
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.saving import checked_path, parse_size
 from qtensor.core.errors import QTensorError
-from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
 
 DEFAULT_EXCLUDE = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*router*")
@@ -133,16 +133,9 @@ class Request:
 
 
 def make_request(
-    src: Any, dst: Any, layout: str, options: Mapping[str, Any], **more: Any
+    src: object, dst: object, layout: str, options: Mapping[str, Any], **more: Any
 ) -> Request:
     """Return the request of a call.
-
-    Args:
-        src: path of the source: a file, a folder or an index.
-        dst: path of the result.
-        layout: the layout of the result.
-        options: the keyword arguments of the call.
-        **more: further fields of the request.
 
     Raises:
         CheckpointError: a path or an option is not legal.
@@ -205,7 +198,7 @@ def checked_format(fmt: str | Quantizer) -> Quantizer:
         CheckpointError: it is unknown, or it does not give the same bytes in every run.
     """
     try:
-        found: Any = parse(fmt.canonical if isinstance(fmt, Quantizer) else fmt)
+        found = parsed(fmt.canonical if isinstance(fmt, Quantizer) else fmt)
     except (QTensorError, AttributeError, TypeError) as error:
         rule = "format is a format id with options, such as 'mxfp6(packed=True)', or a quantizer"
         refuse(Place(), rule, repr(fmt), f"Choose another: {error}".rstrip("."), error)
@@ -217,11 +210,7 @@ def checked_format(fmt: str | Quantizer) -> Quantizer:
 
 
 def checked_dtype(dtype: object) -> torch.dtype:
-    """Return the dtype of dense results, from itself or a name such as ``"bf16"``.
-
-    Raises:
-        CheckpointError: it is none of bfloat16, float16 and float32.
-    """
+    """Return the dtype of dense results, from itself or a name such as ``"bf16"``."""
     found = DTYPES.get(dtype.lower()) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         rule = "dtype is bf16, f16 or f32"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
 from qtensor.checkpoints.layout_base import Group
@@ -68,18 +69,11 @@ def parts_of(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def row_parts(
-    quantizer: Any,
-    buffers: Sequence[Tensor],
-    shape: Sequence[int],
-    bounds: tuple[int, int],
+    quantizer: Quantizer, buffers: Sequence[Tensor], shape: Sequence[int], bounds: tuple[int, int]
 ) -> list[Tensor]:
     """Return views of buffers that hold some rows; tensor-wide factors are in every part.
 
-    Args:
-        quantizer: rowwise alone.
-        buffers: of the whole tensor.
-        shape: its logical shape.
-        bounds: first row, a multiple of ``STEP``, and end.
+    ``bounds`` are the first row, a multiple of ``STEP``, and the end.
     """
     rows = rows_cols(shape)[0]
     start, stop = bounds
@@ -99,7 +93,7 @@ def row_parts(
     return found
 
 
-def decodes_in_rows(quantizer: Any) -> bool:
+def decodes_in_rows(quantizer: Quantizer) -> bool:
     """Return True if some rows of the buffers decode to those rows of the values."""
     return bool(quantizer.rowwise and not quantizer.columnwise_value)
 
@@ -139,7 +133,7 @@ def plain_values(tensor: Tensor) -> Values:
 
 def our_values(tensor: QuantizedTensor, dtype: torch.dtype) -> Values:
     """Return the values of a quantized tensor by our arithmetic."""
-    quantizer, shape = tensor.quantizer, tuple(tensor.shape)
+    quantizer, shape = quantizer_of(tensor), tuple(tensor.shape)
     buffers, cols = tensor.buffers(), rows_cols(shape)[1]
 
     def read(start: int, stop: int) -> Tensor:
@@ -243,11 +237,7 @@ def quantize_values(
 ) -> tuple[QuantizedTensor, ErrorSums]:
     """Return a quantized tensor, with the bytes that ``quantizer.quantize`` gives, and its error.
 
-    Args:
-        values: the weight.
-        quantizer: a deterministic one without a factor of the caller.
-        arena: lends the buffers.
-        workers: run the parts.
+    The quantizer is deterministic and needs no factor of the caller.
     """
     shape = values.shape
     if not quantizes_in_rows(quantizer, shape) or not math.prod(shape):

@@ -7,7 +7,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import fields
+from typing import cast
 
 from torch import Tensor
 
@@ -65,9 +66,6 @@ class Stream:
 
     def run(self, files: dict[str, PlannedShard]) -> list[TensorResult]:
         """Write every file of the work folder and return what became of each tensor.
-
-        Args:
-            files: name -> what it holds.
 
         Raises:
             CheckpointError: a tensor cannot be converted, or the disk is full. Finished files stay
@@ -133,22 +131,15 @@ class Stream:
         elif step.action == DECODED:
             self._decode(file, step)
         elif step.action == MOVED:
-            tensor: Any = self.checkpoint[step.source]
+            tensor = cast(QuantizedTensor, self.checkpoint[step.source])
             self._put(file, step, lambda: self.writer.encoded(step.name, tensor))
         else:
             plain = self._carried(step)
             self._put(file, step, lambda: self.writer.plain(step.name, plain))
-        return TensorResult(
-            step.name,
-            step.source,
-            step.action,
-            step.before,
-            step.after,
-            step.shape,
-            step.nbytes,
-            None if error is None else error.sqnr_db,
-            None if error is None else error.max_abs_error,
-        )
+        values = {field.name: getattr(step, field.name) for field in fields(TensorResult)}
+        if error is not None:
+            values |= {"sqnr_db": error.sqnr_db, "max_abs_error": error.max_abs_error}
+        return TensorResult(**values)
 
     def _carried(self, step: Step) -> Tensor:
         """Return a plain tensor as the plan carries it."""
@@ -228,18 +219,10 @@ def copy_other_files(
     """Copy the files of a tokenizer and the like from the folder of a source.
 
     A single file without a config.json may lie among files of others, so nothing is copied then.
-
-    Args:
-        checkpoint: the source.
-        src: its path, as the caller gave it.
-        folder: the work folder.
-        made: names of files that the conversion makes itself.
+    ``made`` names the files that the conversion makes itself.
 
     Returns:
         The names of the copied files.
-
-    Raises:
-        CheckpointError: a file cannot be copied.
     """
     source = checkpoint.folder
     if source is None or not (
@@ -261,12 +244,3 @@ def copy_other_files(
             refuse(Place(os.path.join(folder, name)), "the file must be writable", error, fix)
         names.append(name)
     return names
-
-
-def texts_of(writer: Writer) -> dict[str, dict[str, Any]]:
-    """Return the JSON files of a result by name."""
-    texts = dict(writer.files())
-    config = writer.config()
-    if config:
-        texts["config.json"] = config
-    return texts

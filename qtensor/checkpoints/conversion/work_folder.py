@@ -41,10 +41,7 @@ class WorkFolder:
     def __init__(self, dst: str, about: Mapping[str, Any], resume: bool) -> None:
         """Take over the finished files of an interrupted call, or begin anew.
 
-        Args:
-            dst: path of the result.
-            about: what decides the bytes of the result; another value begins anew.
-            resume: False to begin anew in any case.
+        ``about`` is what decides the bytes of the result: another value begins anew.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -145,11 +142,7 @@ class WorkFolder:
 
 
 def check_replaceable(folder: str) -> None:
-    """Refuse to replace a folder that holds more than the files of a checkpoint.
-
-    Raises:
-        CheckpointError: it is a link or a file, or holds folders or other files.
-    """
+    """Refuse to replace a folder that holds more than the files of a checkpoint."""
     if os.path.islink(folder) or not os.path.isdir(folder):
         got = "a link" if os.path.islink(folder) else "a file"
         refuse(Place(folder), "a folder replaces a folder", got, "Choose another path")
@@ -166,11 +159,7 @@ def digest(path: str) -> str:
 
 
 def source_identity(paths: list[str]) -> list[list[Any]]:
-    """Return name, size and time of change of each file of the source, for the journal.
-
-    Raises:
-        CheckpointError: a file is missing.
-    """
+    """Return name, size and time of change of each file of the source, for the journal."""
     found = []
     for path in sorted(paths):
         try:

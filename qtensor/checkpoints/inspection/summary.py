@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, open_checkpoint, open_with_factors
 from qtensor.checkpoints.containers.base import Path, TensorInfo
 from qtensor.checkpoints.conversion.conversion_report import json_number
@@ -248,13 +249,6 @@ def view_tensor(
 ) -> View:
     """Return a view of a region of a quantized tensor, as ``qtensor.debug.show`` gives it.
 
-    Args:
-        path: a file, a folder, an index or an open file.
-        name: the logical name.
-        region: the rows and the columns, as arguments of ``show``.
-        bits: (row, column) of an element whose bits are explained; True for the first one.
-        layout: name of the layout; by default it is recognised.
-
     Raises:
         CheckpointError: there is no such tensor, or it cannot be read.
         QTensorError: the tensor is not quantized, or the region is not in it.
@@ -264,11 +258,7 @@ def view_tensor(
 
 
 def _opened(path: Path, name: str, layout: str | None) -> Checkpoint:
-    """Return an open checkpoint that has a tensor, with all factors of its weights.
-
-    Raises:
-        CheckpointError: there is no such tensor, or the file cannot be read.
-    """
+    """Return an open checkpoint that has a tensor, with all factors of its weights."""
     checkpoint = open_with_factors(path, layout)
     if name not in checkpoint and checkpoint.reader.conversion_options:
         checkpoint.close()
@@ -285,11 +275,8 @@ def _opened(path: Path, name: str, layout: str | None) -> Checkpoint:
 def values_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> Values:
     """Return the values of a tensor in parts.
 
-    Args:
-        checkpoint: an open checkpoint.
-        name: a logical name.
-        dtype: None decodes by our arithmetic to float32 where a format of ours holds the weight;
-            a dtype decodes as the origin does.
+    With ``dtype`` None they are float32 by our arithmetic where a format of ours holds the weight;
+    otherwise they are decoded as the origin does.
 
     Raises:
         CheckpointError: the tensor cannot be read.
@@ -334,7 +321,7 @@ def _blocks(tensor: Tensor) -> Iterator[Block]:
     """Yield the first blocks of the first row of a quantized tensor."""
     if not isinstance(tensor, QuantizedTensor) or not tensor.numel():
         return
-    quantizer: Any = tensor.quantizer
+    quantizer = quantizer_of(tensor)
     if not decodes_in_rows(quantizer):
         return
     rows, cols = rows_cols(tensor.shape)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.buffers import rowwise_parts
 from qtensor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from qtensor.checkpoints.containers.base import Path
@@ -21,6 +22,7 @@ from qtensor.checkpoints.errors import CheckpointError
 from qtensor.checkpoints.inspection.summary import values_of
 from qtensor.checkpoints.modes import in_memory
 from qtensor.core.formats import Slot
+from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 ERROR, WARNING = "error", "warning"
@@ -194,7 +196,7 @@ def _tensor_problems(checkpoint: Checkpoint, name: str) -> Iterator[Problem]:
 
 def _quantized_problems(tensor: QuantizedTensor) -> Iterator[str]:
     """Yield what is wrong with the factors and codes of a tensor."""
-    quantizer = tensor.quantizer
+    quantizer = quantizer_of(tensor)
     for slot, buffer in zip(quantizer.slots, _buffers(tensor), strict=True):
         word = slot.name.strip("_")
         bad = 0
@@ -207,7 +209,7 @@ def _quantized_problems(tensor: QuantizedTensor) -> Iterator[str]:
 
 def _buffers(tensor: QuantizedTensor) -> list[Tensor]:
     """Return the buffers, without padding where they are rowwise."""
-    quantizer: Any = tensor.quantizer
+    quantizer = quantizer_of(tensor)
     if not quantizer.rowwise or quantizer.columnwise_value:
         return list(tensor.buffers())
     parts = [part for part in rowwise_parts(tensor) if part is not None]
@@ -218,7 +220,7 @@ def _is_data(slot: Slot) -> bool:
     return slot.name.endswith("data")
 
 
-def _bad(quantizer: Any, slot: Slot, piece: Tensor) -> Tensor:
+def _bad(quantizer: Quantizer, slot: Slot, piece: Tensor) -> Tensor:
     """Return where codes or factors are not legal numbers."""
     if slot.dtype == torch.float32:
         return ~torch.isfinite(piece) | (piece < 0)

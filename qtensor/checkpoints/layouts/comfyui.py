@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qtensor import api
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import parse_json
 from qtensor.checkpoints.errors import shorten
-from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Writer
-from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of, from_experts, from_factor
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Target, Writer
+from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_in, from_factors
 from qtensor.core.buffer_shapes import ceil_div, round_up
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import NVFP4Quantizer
 from qtensor.reference.blocks import swizzle, unswizzle
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -39,11 +40,11 @@ PADDING = {NVFP4: 16, MXFP8: 32}
 """Rows and columns of a weight are multiples of these; they are also the sizes of blocks."""
 FORMATS = (*FP8, NVFP4, MXFP8)
 FLOATS = ("F32", "BF16", "F16")
-_TARGETS = {
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8(dtype=e5m2)",
-    NVFP4: "nvfp4(swizzled=True)",
-    MXFP8: "mxfp8(swizzled=True)",
+_TARGETS: dict[str, Target] = {
+    "float8_e4m3fn": api.quantizer("fp8"),
+    "float8_e5m2": api.quantizer("fp8", dtype="e5m2"),
+    NVFP4: api.quantizer("nvfp4", swizzled=True),
+    MXFP8: api.quantizer("mxfp8", swizzled=True),
 }
 _FIX = "Export the file again, or download it again"
 Shape = tuple[int, ...]
@@ -214,7 +215,7 @@ class ComfyUILayout(Layout):
         if len(weight.shape) == 3:
             legal += [weight.shape[:1], (weight.shape[0], 1, 1)]
         self.expect(roles["scale"], legal, FLOATS, f"{name} {list(weight.shape)}, {kind},")
-        target: Any = parse(_TARGETS[kind])
+        target = _TARGETS[kind]
         if torch.Size(roles["scale"].shape).numel() != 1:
             target = DenseOnly("one FP8 factor for each expert of a stack")
         elif not weight.shape:
@@ -251,8 +252,7 @@ class ComfyUILayout(Layout):
         elif (*shape[:-2], *(round_up(n, size) for n in shape[-2:])) != padded:
             rule = f"shape= of {list(padded)} differs from it by the padding to {size}"
             self.refuse(name, rule, list(shape), "Pass the shape that the model has")
-        target: Any = parse(_TARGETS[kind])
-        return Group(name, roles, shape, self._dtype(), target, scheme, (kind, padded))
+        return Group(name, roles, shape, self._dtype(), _TARGETS[kind], scheme, (kind, padded))
 
     def _dtype(self) -> torch.dtype:
         return self.source.model_dtype or torch.bfloat16
@@ -263,29 +263,18 @@ class ComfyUILayout(Layout):
         """Return the quantized tensor of a layer, without padding if ``shape=`` gave its shape."""
         kind, shape = group.options[0], group.shape
         if kind in FP8:
-            parts = Parts(stored["codes"], stored["scale"].reshape(1))
-            return assemble(cast(Quantizer, group.target), shape, group.dtype, parts)
+            return super().read(group, stored)
         codes, scale = _cropped(stored, group)
         if kind == MXFP8:
-            quantizer = cast(Quantizer, group.target)
-            return assemble(quantizer, shape, group.dtype, Parts(codes, scale))
-        factor = self._factor(group, stored)
-        found = from_factor(factor) if factor.numel() == 1 else from_experts(factor, shape[-2])
+            return assemble(group.quantizer, shape, group.dtype, Parts(codes, scale))
+        found = from_factors(self._factor(group, stored), shape[-2])
         quantizer = dataclasses.replace(found.quantizer, swizzled=True)
         parts = Parts(_swapped(codes), scale, found.amax, found.factor)
         return assemble(quantizer, shape, group.dtype, parts)
 
     def _factor(self, group: Group, stored: Loaded) -> Tensor:
-        """Return the tensor factor of an NVFP4 weight, one or one for each expert.
-
-        Raises:
-            CheckpointError: it is negative, infinite or NaN.
-        """
-        factor = stored["factor"]
-        if not bool((torch.isfinite(factor) & (factor >= 0)).all()):
-            rule = "weight_scale_2 is finite and not negative"
-            self.refuse(group.roles["factor"].name, rule, factor.flatten().tolist(), _FIX)
-        return factor
+        """Return the tensor factor of an NVFP4 weight, or those of its experts, checked."""
+        return self.tensor_factor(group, stored, "weight_scale_2 is finite and not negative", _FIX)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the values as comfy-kitchen decodes them.
@@ -294,18 +283,15 @@ class ComfyUILayout(Layout):
         """
         kind, shape = group.options[0], group.shape
         if kind in FP8:
-            factor = stored["scale"]
-            factor = factor.reshape(-1, 1, 1) if factor.numel() > 1 else factor.reshape(())
-            elements = stored["codes"].float()
-            return arithmetic.in_dtype(elements, factor, dtype)
+            factor = arithmetic.broadcast(stored["scale"])
+            return arithmetic.in_dtype(stored["codes"].float(), factor, dtype)
         codes, scale = _cropped(stored, group)
         if kind == MXFP8:
             # comfy-kitchen decodes the code 0 to 0, and not to 2^-127.
             factors = torch.where(scale == 0, 0.0, arithmetic.e8m0(scale))
             factors = arithmetic.spread(factors, (1, 32), shape)
             return arithmetic.product(arithmetic.float8(codes), factors, dtype)
-        factor = self._factor(group, stored)
-        factor = factor.reshape(-1, 1, 1) if factor.numel() > 1 else factor.reshape(())
+        factor = arithmetic.broadcast(self._factor(group, stored))
         factors = arithmetic.in_dtype(arithmetic.float8(scale), factor, dtype)
         factors = arithmetic.spread(factors, (1, 16), shape)
         elements = arithmetic.e2m1(codes, high_first=True)[..., : shape[-1]]
@@ -349,12 +335,11 @@ class ComfyUIWriter(Writer):
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the weight, its factors and its ``comfy_quant`` text."""
-        quantizer: Any = tensor.quantizer
         module, _, last = name.rpartition(".")
         if not module or last != "weight":
             self.refuse(name, "quantized tensors are the 'weight' of a module", repr(name))
-        kind = self._kind(name, tensor)
-        codes, scale, amax, factor = rowwise_parts(tensor)
+        kind, parts = self._kind(name, tensor), rowwise_parts(tensor)
+        codes, scale = parts.codes, parts.scale
         if kind in FP8:
             codes = codes.view(getattr(torch, kind))
             stored = {"weight": codes, "weight_scale": self._as_stored(module, scale)}
@@ -372,8 +357,8 @@ class ComfyUIWriter(Writer):
                 stored["weight"] = codes.view(torch.float8_e4m3fn)
             else:
                 stored["weight_scale"] = stored["weight_scale"].view(torch.float8_e4m3fn)
-                own = factor_of(quantizer, cast(Tensor, amax), factor)
-                stored["weight_scale_2"] = self._nvfp4_factor(name, tensor, own)
+                factor = factor_in(tensor, parts)
+                stored["weight_scale_2"] = self._nvfp4_factor(name, tensor, factor)
         stored[DESCRIPTION] = self._description(module, kind, tensor)
         return {f"{module}.{key}": value for key, value in stored.items()}
 
@@ -391,20 +376,19 @@ class ComfyUIWriter(Writer):
 
     def _kind(self, name: str, tensor: QuantizedTensor) -> str:
         """Return the format that holds a tensor."""
-        quantizer: Any = tensor.quantizer
-        spec, element, canonical = quantizer.spec.name, quantizer.element.name, quantizer.canonical
-        if not quantizer.rowwise or quantizer.columnwise_value:
-            self.refuse(name, "the layout holds rowwise data", canonical)
-        if spec == "fp8" and quantizer.per_tensor and element in ("e4m3", "e5m2"):
+        quantizer = quantizer_of(tensor)
+        spec, element, canonical = kind_of(quantizer), quantizer.element.name, quantizer.canonical
+        self.need_rowwise(name, tensor)
+        if spec == "fp8" and element in ("e4m3", "e5m2"):
             return "float8_e4m3fn" if element == "e4m3" else "float8_e5m2"
         if (spec, element) not in ((NVFP4, "e2m1"), (MXFP8, "e4m3")):
             self.refuse(name, f"the layout holds {', '.join(self.formats)}", canonical)
-        if spec == NVFP4 and quantizer.with_rht:
+        if isinstance(quantizer, NVFP4Quantizer) and quantizer.with_rht:
             self.refuse(name, "NVFP4 has no rotation", canonical)
         if tensor.ndim not in (2, 3):
             rule = "a weight has two dims, and stacked experts three"
             self.refuse(name, rule, tuple(tensor.shape), "Reshape it")
-        return cast(str, spec)
+        return spec
 
     def _as_stored(self, module: str, scale: Tensor) -> Tensor:
         """Return an FP8 factor without dims, or as the open checkpoint stores it."""

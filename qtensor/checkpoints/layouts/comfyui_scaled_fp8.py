@@ -6,21 +6,24 @@ The marker has no elements, or two for full precision products; its dtype is tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
 from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source, Writer
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import Float8CurrentScalingQuantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 MARKER, FACTOR = "scaled_fp8", "scale_weight"
-_TARGETS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8(dtype=e5m2)"}
+_TARGETS = {
+    "F8_E4M3": Float8CurrentScalingQuantizer(),
+    "F8_E5M2": Float8CurrentScalingQuantizer(dtype="e5m2"),
+}
 _DTYPES = {"F8_E4M3": "F8_E4M3", "F8_E5M2": "F8_E5M2", "F32": "F8_E4M3"}
 """Dtype of the marker -> dtype of the weights."""
 _FIX = "Export the file again, or download it again"
@@ -81,13 +84,7 @@ class ComfyUIScaledFP8Layout(Layout):
         roles = {"codes": weight, "scale": factor, "marker": marker}
         scheme = f"{MARKER} {dtype}" + (", full precision products" if marker.nbytes else "")
         nominal = self.source.model_dtype or torch.bfloat16
-        target: Any = parse(_TARGETS[dtype])
-        return Group(weight.name, roles, weight.shape, nominal, target, scheme, dtype)
-
-    def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
-        """Return the quantized tensor of a layer."""
-        parts = Parts(stored["codes"], stored["scale"].reshape(1))
-        return assemble(cast(Quantizer, group.target), group.shape, group.dtype, parts)
+        return Group(weight.name, roles, weight.shape, nominal, _TARGETS[dtype], scheme, dtype)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return code times factor, each rounded to ``dtype`` first (class D)."""
@@ -108,12 +105,12 @@ class ComfyUIScaledFP8Writer(Writer):
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the weight and its factor; the first weight brings the marker."""
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         module, _, last = name.rpartition(".")
         if not module or last != "weight":
             self.refuse(name, "quantized tensors are the 'weight' of a module", repr(name))
         element = quantizer.element.name
-        if quantizer.spec.name != "fp8" or not quantizer.per_tensor or not quantizer.rowwise:
+        if kind_of(quantizer) != "fp8" or not quantizer.rowwise:
             self.refuse(name, f"the layout holds {self.formats[0]}", quantizer.canonical)
         self._marker = self._marker or (name, element)
         if self._marker[1] != element:

@@ -7,11 +7,12 @@ multiply; the NVFP4 tensor factor divides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtensor import api
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
@@ -23,6 +24,7 @@ from qtensor.checkpoints.layout_base import (
     Layout,
     Loaded,
     Source,
+    Target,
 )
 from qtensor.checkpoints.layouts.compressed_tensors_writer import (
     FP8,
@@ -36,8 +38,7 @@ from qtensor.checkpoints.layouts.compressed_tensors_writer import (
 from qtensor.checkpoints.nvfp4_factor import from_divisor
 from qtensor.checkpoints.patterns import Pattern
 from qtensor.core.buffer_shapes import ceil_div
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import Float8BlockQuantizer, MXFP6Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 _FORMATS = {
@@ -90,6 +91,7 @@ class CompressedTensorsLayout(Layout):
 
     name = METHOD
     rank = 60
+    methods = (METHOD,)
     factor_names = frozenset({"input_scale", "input_global_scale", "k_scale", "v_scale"})
     input_factors: ClassVar[Mapping[str, Any]] = {
         "input_scale": FACTOR,
@@ -112,11 +114,6 @@ class CompressedTensorsLayout(Layout):
             self.refuse("", "the config has config_groups", got, "Check config.json")
         found = [self._scheme(group, config.get("format")) for group in groups.values()]
         self._schemes = [scheme for scheme in found if scheme is not None]
-
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "compressed-tensors"``."""
-        return source.method == METHOD
 
     def _refuse_format(self, name: object) -> None:
         fix = "Read it with compressed-tensors, or export it in one of these formats"
@@ -286,7 +283,7 @@ class CompressedTensorsLayout(Layout):
         self.expect(weight, [weight.shape], [codes], scheme.format)
         why = f"{weight.name} {list(weight.shape)}, {scheme.format}"
         self.expect(scale, [(rows, ceil_div(cols, scheme.size))], factors, why)
-        target: Any = parse(_TARGETS[scheme.format])
+        target: Target = _TARGETS[scheme.format]
         if scheme.format == NVFP4 and scheme.size != 16:
             target = DenseOnly(f"NVFP4 in groups of {scheme.size}; ours are groups of 16")
         return Group(name, roles, (rows, cols), torch.bfloat16, target, scheme.format, scheme)
@@ -295,22 +292,16 @@ class CompressedTensorsLayout(Layout):
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a module."""
-        codes, scale = stored["codes"], stored["scale"]
         if group.options.format != NVFP4:
-            quantizer = cast(Quantizer, group.target)
-            return assemble(quantizer, group.shape, group.dtype, Parts(codes, scale))
+            return super().read(group, stored)
         found = from_divisor(self._divisor(group, stored))
         if found is None:
             return DenseOnly("the reciprocal of weight_global_scale is not a normal float32")
-        parts = Parts(codes, scale, found.amax, found.factor)
+        parts = Parts(stored["codes"], stored["scale"], found.amax, found.factor)
         return assemble(found.quantizer, group.shape, group.dtype, parts)
 
     def _divisor(self, group: Group, stored: Loaded) -> Tensor:
-        """Return the global scale of an NVFP4 weight.
-
-        Raises:
-            CheckpointError: it is not a positive, finite number.
-        """
+        """Return the global scale of an NVFP4 weight."""
         divisor = stored["divisor"]
         if not bool(torch.isfinite(divisor) & (divisor > 0)):
             rule = "weight_global_scale is positive and finite"
@@ -366,20 +357,26 @@ def _strategy(weights: Mapping[str, Any]) -> str:
     return "channel" if size == -1 else "group"
 
 
-_BLOCKS_2D = "fp8_blockwise(block_scaling_dim=2,force_pow_2_scales=False)"
-_BLOCKS_1D = "fp8_blockwise(force_pow_2_scales=False)"
-_BLOCKS = {(128, 128): _BLOCKS_2D, (1, 128): _BLOCKS_1D}
-_TARGETS = {NVFP4: "nvfp4", MXFP4: "mxfp4", MXFP6: "mxfp6(packed=True)", MXFP8: "mxfp8"}
+_BLOCKS = {
+    (128, 128): Float8BlockQuantizer(block_scaling_dim=2, force_pow_2_scales=False),
+    (1, 128): Float8BlockQuantizer(force_pow_2_scales=False),
+}
+_TARGETS: dict[str, Target] = {
+    NVFP4: api.quantizer("nvfp4"),
+    MXFP4: api.quantizer("mxfp4"),
+    MXFP6: MXFP6Quantizer(packed=True),
+    MXFP8: api.quantizer("mxfp8"),
+}
 
 
-def _fp8_target(scheme: Scheme) -> Any:
+def _fp8_target(scheme: Scheme) -> Target:
     """Return the quantizer of an FP8 scheme, or why there is none."""
     if scheme.block is None:
-        return parse("fp8_rowwise" if scheme.strategy == "channel" else "fp8")
+        return api.quantizer("fp8_rowwise" if scheme.strategy == "channel" else "fp8")
     if scheme.block not in _BLOCKS:
         rows, cols = scheme.block
         return DenseOnly(f"FP8 blocks of {rows}x{cols}; ours are 128x128 and 1x128")
-    return parse(_BLOCKS[scheme.block])
+    return _BLOCKS[scheme.block]
 
 
 def _factor_shapes(scheme: Scheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

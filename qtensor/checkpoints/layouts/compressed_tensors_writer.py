@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.buffers import rowwise_parts
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.ignoring import REGEX
 from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Writer
 from qtensor.checkpoints.nvfp4_factor import divisor_of
+from qtensor.quantizers import MXFP6Quantizer, NVFP4Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "compressed-tensors"
@@ -41,8 +43,6 @@ class CompressedTensorsWriter(Writer):
         super().__init__(config)
         self._weights: dict[str, str] = {}
         """Module -> key of ``_WEIGHTS``."""
-        self._narrow: dict[str, bool] = {}
-        """Module -> True if its FP8 factors are stored in the nominal dtype."""
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return weight, weight_scale and so on of the module that ``name`` belongs to."""
@@ -54,14 +54,13 @@ class CompressedTensorsWriter(Writer):
         codes, scale, amax, factor = rowwise_parts(tensor)
         self._weights[module] = kind
         if kind in _FP8_SCHEMES:
-            scale = self._narrowed(module, scale, tensor.dtype)
+            scale = self.narrowed(module, scale, tensor.dtype)
         if kind in (*_FP8_SCHEMES, MXFP8):
             codes = codes.view(torch.float8_e4m3fn)
             return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
         stored = {f"{module}.weight_packed": codes, f"{module}.weight_scale": scale}
         if amax is not None:
-            quantizer: Any = tensor.quantizer
-            divisor = divisor_of(quantizer, amax, factor)
+            divisor = divisor_of(cast(NVFP4Quantizer, tensor.quantizer), amax, factor)
             if not divisor.is_meta and not bool(torch.isfinite(divisor)):
                 fix = "Leave the weight plain"
                 self.refuse(name, "the amax of an NVFP4 weight is not 0", amax.item(), fix)
@@ -69,37 +68,24 @@ class CompressedTensorsWriter(Writer):
             stored[f"{module}.weight_global_scale"] = divisor
         return stored
 
-    def _narrowed(self, module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return factors in the nominal dtype if that is exact, as the origin stores them."""
-        if module not in self._narrow:
-            half = dtype in (torch.bfloat16, torch.float16) and not scale.is_meta
-            self._narrow[module] = half and torch.equal(scale.to(dtype).float(), scale)
-        return scale.to(dtype) if self._narrow[module] else scale
-
     def _kind(self, name: str, tensor: QuantizedTensor) -> str:
         """Return the scheme that holds a tensor."""
-        quantizer: Any = tensor.quantizer
-        canonical = quantizer.canonical
-        if not quantizer.rowwise or quantizer.columnwise_value:
-            self.refuse(name, "the layout holds rowwise data", canonical)
+        quantizer = quantizer_of(tensor)
+        canonical, kind = quantizer.canonical, kind_of(quantizer)
+        self.need_rowwise(name, tensor)
         spec, element = quantizer.spec.name, quantizer.element.name
         wanted = {"mxfp4": "e2m1", "nvfp4": "e2m1", "mxfp6": "e2m3"}.get(spec, "e4m3")
         if element != wanted:
             self.refuse(name, f"the elements of {spec} are {wanted}", canonical)
-        if spec == "fp8":
-            if not quantizer.per_tensor and quantizer.axis != -1:
-                self.refuse(name, "factors belong to rows", canonical)
-            return "tensor" if quantizer.per_tensor else "channel"
-        if spec == "fp8_blockwise":
-            groups = quantizer.block_scaling_dim == 1
-            if groups and tensor.shape[1] % 128:
-                self.refuse(name, "its loader decodes whole groups of 128", tuple(tensor.shape))
-            return "block 1x128" if groups else "block 128x128"
-        if spec == "nvfp4" and (quantizer.row_scaled or quantizer.with_rht):
+        if kind == "fp8_columns":
+            self.refuse(name, "factors belong to rows", canonical)
+        if kind == "fp8_groups" and tensor.shape[1] % 128:
+            self.refuse(name, "its loader decodes whole groups of 128", tuple(tensor.shape))
+        if isinstance(quantizer, NVFP4Quantizer) and (quantizer.row_scaled or quantizer.with_rht):
             self.refuse(name, "NVFP4 has one factor for the tensor and no rotation", canonical)
-        if spec == "mxfp6" and not quantizer.packed:
+        if isinstance(quantizer, MXFP6Quantizer) and not quantizer.packed:
             self.refuse(name, "FP6 codes are packed", canonical, "Quantize with packed=True")
-        return {"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp6": MXFP6, "mxfp8": MXFP8}[spec]
+        return _KINDS[kind]
 
     def config(self) -> dict[str, Any]:
         """Return the config with ``quantization_config``."""
@@ -159,6 +145,11 @@ def _args(bits: int, strategy: str, **more: object) -> dict[str, Any]:
 
 
 _FP8_SCHEMES = ("tensor", "channel", "block 128x128", "block 1x128")
+_KINDS = {
+    **dict(zip(("fp8", "fp8_rowwise", "fp8_blockwise", "fp8_groups"), _FP8_SCHEMES, strict=True)),
+    **{"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp6": MXFP6, "mxfp8": MXFP8},
+}
+"""Our format -> key of ``_WEIGHTS``."""
 _GROUP: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8"}
 _WEIGHTS: dict[str, dict[str, Any]] = {
     "tensor": _args(8, "tensor"),

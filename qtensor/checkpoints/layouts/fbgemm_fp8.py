@@ -5,18 +5,18 @@ The factors multiply. Stacked experts are those of Llama 4, stored (E, K, N).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Writer
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Writer
+from qtensor.quantizers import Float8RowwiseQuantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "fbgemm_fp8"
@@ -33,12 +33,8 @@ class FbgemmFP8Layout(Layout):
 
     name = "fbgemm-fp8"
     rank = 64
+    methods = (METHOD,)
     factor_names = frozenset({"input_scale", "input_scale_ub", "k_scale", "v_scale"})
-
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "fbgemm_fp8"``."""
-        return source.method == METHOD
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each float8 weight; each needs its factors."""
@@ -75,7 +71,7 @@ class FbgemmFP8Layout(Layout):
         dtype = self.source.model_dtype or torch.bfloat16
         roles = {"codes": weight, "scale": factor}
         scheme = f"fbgemm fp8{' experts' if stacked else ''}, {factor.dtype} factors"
-        target: Any = parse("fp8_rowwise")
+        target = Float8RowwiseQuantizer()
         return Group(weight.name, roles, shape, dtype, target, scheme, None, transposed=stacked)
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
@@ -83,8 +79,7 @@ class FbgemmFP8Layout(Layout):
         codes, shape = stored["codes"], group.shape
         if group.transposed:
             codes, shape = codes.transpose(1, 2), (shape[0], shape[2], shape[1])
-        quantizer = cast(Quantizer, group.target)
-        return assemble(quantizer, shape, group.dtype, Parts(codes, stored["scale"]))
+        return assemble(group.quantizer, shape, group.dtype, Parts(codes, stored["scale"]))
 
     def rows_apart(self, group: Group) -> bool:
         """Return True: factors belong to rows."""
@@ -108,16 +103,11 @@ class FbgemmFP8Writer(Writer):
     layout = "fbgemm-fp8"
     formats = ("fp8_rowwise",)
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self._narrow: dict[str, bool] = {}
-        """Weight -> True if its factors are stored as bfloat16."""
-
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the codes and the factors of a weight or of stacked experts."""
-        quantizer: Any = tensor.quantizer
-        spec, canonical = quantizer.spec.name, quantizer.canonical
-        if spec != "fp8" or quantizer.per_tensor or quantizer.axis != -1:
+        quantizer = quantizer_of(tensor)
+        canonical = quantizer.canonical
+        if kind_of(quantizer) != "fp8_rowwise":
             self.refuse(name, "the layout holds FP8 with factors of rows", canonical)
         self.need_rowwise(name, tensor)
         if quantizer.element.name != "e4m3":

@@ -7,18 +7,28 @@ of variants.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from qtensor import api
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
-from qtensor.checkpoints.layout_base import FACTOR, DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout_base import (
+    FACTOR,
+    DenseOnly,
+    Group,
+    Layout,
+    Loaded,
+    Source,
+    Target,
+    Writer,
+)
 from qtensor.core.buffer_shapes import ceil_div
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import Float8BlockQuantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 METHODS = ("fp8", "mxfp8")
@@ -29,10 +39,8 @@ _STACKED = ("_scale_inv", "_scales_inv")
 """What follows the name of stacked experts in the name of their factor."""
 _FLOATS = ("F32", "BF16", "F16")
 _POWERS = ("U8", "F8_E8M0")
-_BLOCKS = {
-    (128, 128): "fp8_blockwise(block_scaling_dim=2,force_pow_2_scales={pow2})",
-    (1, 128): "fp8_blockwise(force_pow_2_scales={pow2})",
-}
+_BLOCKS = {(128, 128): 2, (1, 128): 1}
+"""Block -> ``block_scaling_dim`` of its quantizer."""
 _FIX = "Check config.json against the file, or download the missing shard"
 
 
@@ -41,6 +49,7 @@ class FineGrainedFP8Layout(Layout):
 
     name = "fine-grained-fp8"
     rank = 61
+    methods = METHODS
     factor_names = frozenset({
         "input_scale",
         "activation_scale",
@@ -68,11 +77,6 @@ class FineGrainedFP8Layout(Layout):
         dtypes = (part.get("expert_dtype") for part in parts if isinstance(part, dict))
         said = {str(dtype) for dtype in dtypes if dtype is not None}
         self._experts = "fp4" if "fp4" in said or not said else min(said)
-
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "fp8"`` or ``"mxfp8"``."""
-        return source.method in METHODS
 
     def _block(self, block: object) -> Block:
         if (
@@ -152,33 +156,34 @@ class FineGrainedFP8Layout(Layout):
 
     def _target(
         self, shape: tuple[int, ...], block: Block | None, weight: TensorInfo, factor: TensorInfo
-    ) -> Any:
+    ) -> Target:
         """Return the quantizer of a weight, or why there is none."""
         powers = factor.dtype in _POWERS
         if weight.dtype == "I8":
-            return parse("mxfp4")
+            return api.quantizer("mxfp4")
         if block is None:
             one = torch.Size(factor.shape).numel() == 1
-            return parse("fp8") if one else DenseOnly("one factor for each expert of a stack")
+            return (
+                api.quantizer("fp8") if one else DenseOnly("one factor for each expert of a stack")
+            )
         if block == (1, 32) and powers:
-            return parse("mxfp8")
+            return api.quantizer("mxfp8")
         if block not in _BLOCKS:
             kind = "E8M0" if powers else "float"
             return DenseOnly(f"FP8 blocks of {block[0]}x{block[1]} with {kind} factors")
         if len(shape) == 3 and shape[1] % block[0]:
             return DenseOnly(f"{shape[1]} rows of an expert are not whole blocks of {block[0]}")
         pow2 = powers or self.source.quantization.get("scale_fmt") == "ue8m0"
-        return parse(_BLOCKS[block].format(pow2=pow2))
+        return Float8BlockQuantizer(block_scaling_dim=_BLOCKS[block], force_pow_2_scales=pow2)
 
     # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight."""
-        quantizer = cast(Quantizer, group.target)
         codes, scale = stored["codes"], stored["scale"]
-        if quantizer.format.startswith("fp8"):
+        if group.quantizer.format.startswith("fp8"):
             scale = _widened(scale)
-        return assemble(quantizer, group.shape, group.dtype, Parts(codes, scale))
+        return assemble(group.quantizer, group.shape, group.dtype, Parts(codes, scale))
 
     def rows_apart(self, group: Group) -> bool:
         """Return True unless blocks have another height than 1 or 128."""
@@ -197,8 +202,8 @@ class FineGrainedFP8Layout(Layout):
         factors = arithmetic.e8m0(scale) if powers else scale.float()
         if group.options is not None:
             factors = arithmetic.spread(factors, group.options, group.shape)
-        elif factors.numel() > 1:
-            factors = factors.reshape(-1, 1, 1)
+        else:
+            factors = arithmetic.broadcast(factors)
         return arithmetic.product(elements, factors, dtype)
 
 
@@ -229,10 +234,9 @@ class FineGrainedFP8Writer(Writer):
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the codes and the factor of a weight or of stacked experts."""
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         spec, canonical = quantizer.spec.name, quantizer.canonical
-        if not quantizer.rowwise or quantizer.columnwise_value:
-            self.refuse(name, "the layout holds rowwise data", canonical)
+        self.need_rowwise(name, tensor)
         if spec != "mxfp4" and quantizer.element.name != "e4m3":
             self.refuse(name, "the elements of FP8 are e4m3", canonical)
         parts = rowwise_parts(tensor)
@@ -260,20 +264,19 @@ class FineGrainedFP8Writer(Writer):
         self, name: str, tensor: QuantizedTensor, parts: Parts
     ) -> tuple[list[int] | None, Tensor]:
         """Return the block of the config and the factor of a weight."""
-        quantizer: Any = tensor.quantizer
-        spec, shape = quantizer.spec.name, tuple(tensor.shape)
-        if spec == "fp8" and quantizer.per_tensor:
+        kind, shape = kind_of(quantizer_of(tensor)), tuple(tensor.shape)
+        if kind == "fp8":
             return None, parts.scale.reshape(())
-        if spec == "fp8_blockwise" and quantizer.block_scaling_dim == 2:
+        if kind == "fp8_blockwise":
             if len(shape) == 3 and shape[1] % 128:
                 rule = "the rows of each expert are whole blocks of 128"
                 self.refuse(name, rule, shape)
             rows, cols = ceil_div(shape[-2], 128), ceil_div(shape[-1], 128)
             return [128, 128], parts.scale.reshape(*shape[:-2], rows, cols)
-        if spec == "mxfp8":
+        if kind == "mxfp8":
             return [1, 32], parts.scale.reshape(*shape[:-1], -1)
         rule = f"the layout holds {', '.join(self.formats)}"
-        self.refuse(name, rule, quantizer.canonical)
+        self.refuse(name, rule, tensor.quantizer.canonical)
 
     def _fp4(self, name: str, tensor: QuantizedTensor, parts: Parts) -> dict[str, Tensor]:
         if not name.endswith(".weight"):
@@ -289,11 +292,7 @@ class FineGrainedFP8Writer(Writer):
         return super().plain(name, tensor)
 
     def config(self) -> dict[str, Any]:
-        """Return the config with ``quantization_config``.
-
-        Raises:
-            CheckpointError: the weights have different block sizes, which one config cannot say.
-        """
+        """Return the config with ``quantization_config``."""
         if not self._blocks and not self._fp4_names:
             return self.model_config
         blocks = {str(block): block for block in self._blocks.values()}

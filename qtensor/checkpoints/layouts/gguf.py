@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtensor import api
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_NAMES, TensorInfo
@@ -42,15 +44,8 @@ from qtensor.checkpoints.layout_base import (
     Unreadable,
     Writer,
 )
-from qtensor.checkpoints.nvfp4_factor import (
-    TensorFactor,
-    expert_factors,
-    factor_of,
-    from_experts,
-    from_factor,
-)
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import NVFP4Quantizer, Quantizer
+from qtensor.checkpoints.nvfp4_factor import TensorFactor, expert_factors, factor_in, from_factors
+from qtensor.quantizers import NVFP4Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 MXFP4, NVFP4 = "MXFP4", "NVFP4"
@@ -98,7 +93,7 @@ class GGUFLayout(Layout):
                 reason = f"warning: type {kind} is not read; {MXFP4} and {NVFP4} are"
                 yield Group(name, {"codes": info}, shape, torch.float32, Unreadable(reason), kind)
                 continue
-            target: Any = parse(kind.lower())
+            target = api.quantizer(kind.lower())
             group = Group(name, {"codes": info}, shape, torch.float32, target, kind)
             factor = self._sidecar(group) if kind == NVFP4 else None
             if factor is None:
@@ -131,7 +126,7 @@ class GGUFLayout(Layout):
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight, with its nibbles in our order."""
-        blocks, quantizer = stored["codes"], cast(Quantizer, group.target)
+        blocks, quantizer = stored["codes"], group.quantizer
         if quantizer.format == "mxfp4":
             codes = _elements_to_pairs(blocks[..., 1:], 16).flatten(-2)
             parts = Parts(codes, blocks[..., 0].contiguous())
@@ -151,25 +146,17 @@ class GGUFLayout(Layout):
         """Return the amax of an NVFP4 weight: 2688 for the factor 1, or that of its sidecar."""
         if "factor" not in stored:
             return TensorFactor(NVFP4Quantizer(), torch.tensor([AMAX], dtype=torch.float32))
-        factor = self._factor(group, stored)
-        return from_factor(factor) if factor.numel() == 1 else from_experts(factor, group.shape[-2])
+        return from_factors(self._factor(group, stored), group.shape[-2])
 
     def _factor(self, group: Group, stored: Loaded) -> Tensor:
-        """Return the tensor factors of a weight.
-
-        Raises:
-            CheckpointError: one is negative, infinite or NaN.
-        """
-        factor = stored["factor"]
-        if not bool((torch.isfinite(factor) & (factor >= 0)).all()):
-            rule, name = "tensor factors are finite and not negative", group.roles["factor"].name
-            self.refuse(name, rule, factor.flatten().tolist(), "Export the file again")
-        return factor
+        """Return the tensor factors of a weight, checked."""
+        rule = "tensor factors are finite and not negative"
+        return self.tensor_factor(group, stored, rule, "Export the file again")
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return element times block factor, exact in float32; a tensor factor rounds once."""
         blocks = stored["codes"]
-        if cast(Quantizer, group.target).format == "mxfp4":
+        if group.quantizer.format == "mxfp4":
             elements = arithmetic.e2m1(_elements_to_pairs(blocks[..., 1:], 16))
             factors = arithmetic.e8m0(blocks[..., :1])
         else:
@@ -178,9 +165,7 @@ class GGUFLayout(Layout):
             factors = _e4m3_values()[blocks[..., :4].int()].unsqueeze(-1)
         values = (elements * factors).reshape(group.shape)
         if "factor" in stored:
-            factor = self._factor(group, stored)
-            factor = factor.reshape(-1, 1, 1) if factor.numel() > 1 else factor.reshape(())
-            values *= factor
+            values *= arithmetic.broadcast(self._factor(group, stored))
         return values.to(dtype)
 
 
@@ -231,30 +216,30 @@ class GGUFLayoutWriter(Writer):
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the blocks of a weight, and its tensor factor if that is not 1."""
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         kind, shape = quantizer.spec.name.upper(), tuple(tensor.shape)
         if kind not in FILE_TYPES:
             rule = f"the layout holds {', '.join(self.formats)}"
             self.refuse(name, rule, quantizer.canonical)
-        if not quantizer.rowwise or quantizer.columnwise_value:
-            self.refuse(name, "the layout holds rowwise data", quantizer.canonical)
+        self.need_rowwise(name, tensor)
         size = TYPES[NUMBERS[kind]].block
         if not shape or shape[-1] % size:
             self.refuse(name, f"K is a multiple of {size}", shape, "Leave the weight plain")
-        codes, scale, amax, factor = rowwise_parts(tensor)
+        parts = rowwise_parts(tensor)
+        codes, scale = parts.codes, parts.scale
         self._entries[name] = GGUFEntry(kind, shape)
         blocks = (*shape[:-1], shape[-1] // size)
         if kind == MXFP4:
             data = _pairs_to_elements(codes.reshape(*blocks, 16), 16)
             return {name: torch.cat((scale.reshape(*blocks, 1), data), -1)}
-        if quantizer.with_rht:
+        if isinstance(quantizer, NVFP4Quantizer) and quantizer.with_rht:
             self.refuse(name, "NVFP4 has no rotation", quantizer.canonical)
         if not scale.is_meta and bool((scale > 126).any()):
             fix = "Leave the weight plain"
             self.refuse(name, "block factors are not negative or NaN", "such a factor", fix)
         data = _pairs_to_elements(codes.reshape(*blocks, 32), 8)
         stored = {name: torch.cat((scale.reshape(*blocks, 4), data), -1)}
-        factors = factor_of(quantizer, cast(Tensor, amax), factor)
+        factors = factor_in(tensor, parts)
         if factors.is_meta or not bool((factors == 1).all()):
             stored |= self._sidecar(name, tensor, factors)
         return stored
@@ -275,11 +260,7 @@ class GGUFLayoutWriter(Writer):
         return {own: found}
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensor as it is.
-
-        Raises:
-            CheckpointError: GGUF has no type for its dtype.
-        """
+        """Return the tensor as it is."""
         kind = STORED_NAMES.get(tensor.dtype, str(tensor.dtype))
         if kind not in PLAIN:
             rule = f"plain tensors are {', '.join(PLAIN)}"

@@ -7,7 +7,7 @@ blocks of a row are our packed codes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Writer
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import MXFP4Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "mxfp4"
@@ -37,11 +36,7 @@ class GptOssLayout(Layout):
 
     name = "gpt-oss"
     rank = 63
-
-    @classmethod
-    def recognises(cls, source: Any) -> bool:
-        """Return True for ``quant_method: "mxfp4"``."""
-        return bool(source.method == METHOD)
+    methods = (METHOD,)
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each pair of blocks and scales."""
@@ -70,15 +65,13 @@ class GptOssLayout(Layout):
         experts, rows, count, _ = blocks.shape
         shape, roles = (experts, 32 * count, rows), {"codes": blocks, "scale": scales}
         dtype = self.source.model_dtype or torch.bfloat16
-        target: Any = parse("mxfp4")
-        return Group(name, roles, shape, dtype, target, "gpt-oss mxfp4", None, transposed=True)
+        return Group(name, roles, shape, dtype, MXFP4Quantizer(), "gpt-oss mxfp4", transposed=True)
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the experts as MXFP4 of shape (E, N, K); the codes are those of the file."""
         experts, cols, rows = group.shape
         parts = Parts(stored["codes"].flatten(-2), stored["scale"])
-        quantizer = cast(Quantizer, group.target)
-        return assemble(quantizer, (experts, rows, cols), group.dtype, parts)
+        return assemble(group.quantizer, (experts, rows, cols), group.dtype, parts)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return element times 2^(c - 127) of shape (E, K, N), which is exact in bfloat16."""

@@ -7,18 +7,19 @@ and ``m.scales``, one U8 factor for each group along K. config.json has ``quanti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtensor import api
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source, Writer
-from qtensor.checkpoints.nvfp4_factor import factor_of
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.checkpoints.nvfp4_factor import factor_in
+from qtensor.quantizers import NVFP4Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 KEYS = ("quantization", "quantization_config")
@@ -116,7 +117,7 @@ class MLXLayout(Layout):
         self.expect(scale, [(*shape[:-1], shape[-1] // mode.group_size)], ["U8"], why)
         dtype = self.source.model_dtype or torch.bfloat16
         roles = {"codes": weight, "scale": scale}
-        target: Any = parse(mode.mode)
+        target = api.quantizer(mode.mode)
         return Group(weight.name, roles, shape, dtype, target, f"mlx {mode.mode}", mode)
 
     # ---- reading
@@ -125,8 +126,8 @@ class MLXLayout(Layout):
         """Return the quantized tensor of a module, whose codes are the bytes of the words."""
         codes = stored["codes"].view(torch.uint8)
         amax = torch.tensor([AMAX], dtype=torch.float32) if group.options.mode == "nvfp4" else None
-        quantizer = cast(Quantizer, group.target)
-        return assemble(quantizer, group.shape, group.dtype, Parts(codes, stored["scale"], amax))
+        parts = Parts(codes, stored["scale"], amax)
+        return assemble(group.quantizer, group.shape, group.dtype, parts)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return element times factor, each rounded to ``dtype`` first (class D)."""
@@ -150,14 +151,13 @@ class MLXWriter(Writer):
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the words and the factors of a module."""
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         canonical = quantizer.canonical
         module, _, last = name.rpartition(".")
         mode = MODES.get(quantizer.spec.name)
         if mode is None or quantizer.element.name not in ("e2m1", "e4m3"):
             self.refuse(name, f"the layout holds {', '.join(self.formats)}", canonical)
-        if not quantizer.rowwise or quantizer.columnwise_value:
-            self.refuse(name, "the layout holds rowwise data", canonical)
+        self.need_rowwise(name, tensor)
         if last != "weight" or tensor.ndim < 2:
             rule = "quantized tensors are the 'weight' of a module, with two dims or more"
             self.refuse(name, rule, f"{tuple(tensor.shape)} named {name!r}")
@@ -167,17 +167,18 @@ class MLXWriter(Writer):
             self.refuse(name, rule, tuple(tensor.shape), fix)
         parts = rowwise_parts(tensor)
         if parts.amax is not None:
-            self._check_factor(name, quantizer, parts)
+            self._check_factor(name, tensor, parts)
         self._modes[module] = mode
         lead = tuple(tensor.shape[:-1])
         words = parts.codes.reshape(*lead, -1).contiguous().view(torch.uint32)
         return {name: words, f"{module}.scales": parts.scale.reshape(*lead, -1).contiguous()}
 
-    def _check_factor(self, name: str, quantizer: Any, parts: Parts) -> None:
+    def _check_factor(self, name: str, tensor: QuantizedTensor, parts: Parts) -> None:
         """Refuse an NVFP4 tensor whose tensor factor is not 1."""
-        if quantizer.with_rht:
+        quantizer = tensor.quantizer
+        if isinstance(quantizer, NVFP4Quantizer) and quantizer.with_rht:
             self.refuse(name, "NVFP4 has no rotation", quantizer.canonical)
-        factor = factor_of(quantizer, cast(Tensor, parts.amax), parts.factor)
+        factor = factor_in(tensor, parts)
         if not factor.is_meta and not bool((factor == 1).all()):
             fix = "Quantize anew with an amax of 2688, or write mode mxfp4"
             got = f"a factor of {factor.flatten()[0].item():g}"

@@ -8,11 +8,12 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtensor import api
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import TensorInfo
@@ -35,13 +36,12 @@ from qtensor.checkpoints.layouts.modelopt_writer import (
     Algorithm,
     ModelOptWriter,
 )
-from qtensor.checkpoints.nvfp4_factor import from_experts, from_factor
+from qtensor.checkpoints.nvfp4_factor import from_factors
 from qtensor.core.buffer_shapes import ceil_div
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import Float8BlockQuantizer
 from qtensor.storage.tensor import QuantizedTensor
 
-_BLOCKS = "fp8_blockwise(block_scaling_dim=2,force_pow_2_scales=False)"
+_BLOCKS = Float8BlockQuantizer(block_scaling_dim=2, force_pow_2_scales=False)
 _FACTORS = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
 _OTHERS = ("pre_quant_scale", "output_scale")
 _EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj")
@@ -139,11 +139,7 @@ class ModelOptLayout(Layout):
         return known._replace(size=size)
 
     def _algorithm_of(self, weight: TensorInfo) -> Algorithm:
-        """Return the algorithm of a weight that has a factor: its own, its parent's, the default.
-
-        Raises:
-            CheckpointError: the config says that the module is dense.
-        """
+        """Return the algorithm of a weight with a factor: its own, its parent's, or the default."""
         module = weight.name.removesuffix(".weight")
         parts = module.split(".")
         for i in range(len(parts), 0, -1):
@@ -219,7 +215,8 @@ class ModelOptLayout(Layout):
         shape = list(weight.shape)
         shape[-2 if turned else -1] *= 2 if packed else 1
         self._check_factors(roles, algorithm, shape, turned)
-        target: Any = parse(_BLOCKS if algorithm.format == "fp8_blockwise" else algorithm.format)
+        blocks = algorithm.format == "fp8_blockwise"
+        target: Target = _BLOCKS if blocks else api.quantizer(algorithm.format)
         if algorithm.format == "nvfp4" and algorithm.size != 16:
             target = DenseOnly(f"NVFP4 in groups of {algorithm.size}; ours are groups of 16")
         scheme = f"{algorithm.name}{' experts' if stacked else ''}"
@@ -279,32 +276,21 @@ class ModelOptLayout(Layout):
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight; codes of turned experts are copied."""
-        quantizer, shape = cast(Quantizer, group.target), group.shape
+        shape = group.shape
         codes, scale = stored["codes"], stored["scale"]
         if group.transposed:
             codes, scale = codes.transpose(1, 2), scale.transpose(1, 2)
             shape = (shape[0], shape[2], shape[1])
         if group.options.format != "nvfp4":
-            return assemble(quantizer, shape, group.dtype, Parts(codes, scale))
-        factor = self._factor(group, stored)
-        several = factor.numel() > 1
-        found = from_experts(factor, shape[1]) if several else from_factor(factor)
+            return assemble(group.quantizer, shape, group.dtype, Parts(codes, scale))
+        found = from_factors(self._factor(group, stored), shape[-2])
         parts = Parts(codes, scale, found.amax, found.factor)
         return assemble(found.quantizer, shape, group.dtype, parts)
 
     def _factor(self, group: Group, stored: Loaded) -> Tensor:
-        """Return ``weight_scale_2``.
-
-        Raises:
-            CheckpointError: it is negative or not finite.
-        """
-        factor = stored["factor"]
-        bad = ~(torch.isfinite(factor) & (factor >= 0))
-        if bool(bad.any()):
-            rule = "weight_scale_2 is finite and not negative"
-            fix = "Calibrate the module (an expert that saw no token?) and export it again"
-            self.refuse(group.roles["factor"].name, rule, factor[bad].tolist(), fix)
-        return factor
+        """Return ``weight_scale_2``, checked."""
+        fix = "Calibrate the module (an expert that saw no token?) and export it again"
+        return self.tensor_factor(group, stored, "weight_scale_2 is finite and not negative", fix)
 
     def rows_apart(self, group: Group) -> bool:
         """Return True: factors belong to rows, to 128 of them, or to the weight."""
@@ -332,8 +318,7 @@ class ModelOptLayout(Layout):
         packed = algorithm.format in PACKED
         elements = arithmetic.e2m1(codes) if packed else arithmetic.float8(codes)
         if algorithm.format == "nvfp4":
-            factor = self._factor(group, stored)
-            factor = factor.reshape(-1, 1, 1) if factor.numel() > 1 else factor.reshape(())
+            factor = arithmetic.broadcast(self._factor(group, stored))
             args = (elements, scale.float(), factor, algorithm.size, dtype)
             values = arithmetic.scales_first(*args)
         else:

@@ -6,15 +6,17 @@ The table of algorithms is here, because reader and writer share it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.buffers import Parts, rowwise_parts
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import Parts, kind_of, rowwise_parts
 from qtensor.checkpoints.ignoring import WILDCARD
 from qtensor.checkpoints.layout_base import Writer
-from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of
+from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_in
+from qtensor.quantizers import NVFP4Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "modelopt"
@@ -98,33 +100,33 @@ class ModelOptWriter(Writer):
 
     def _kind(self, name: str, tensor: QuantizedTensor) -> str:
         """Return the format id of a tensor that the layout holds."""
-        quantizer: Any = tensor.quantizer
-        canonical, spec = quantizer.canonical, quantizer.spec.name
+        quantizer = quantizer_of(tensor)
+        canonical, spec = quantizer.canonical, kind_of(quantizer)
         self.need_rowwise(name, tensor)
-        if spec == "fp8" and not quantizer.per_tensor:
-            if quantizer.axis != -1:
-                self.refuse(name, "factors belong to rows", canonical)
-            spec = "fp8_rowwise"
+        if spec == "fp8_columns":
+            self.refuse(name, "factors belong to rows", canonical)
+        if spec == "fp8_groups":
+            self.refuse(name, "the blocks of FP8 are 128x128", canonical)
         if spec not in _WRITTEN:
             self.refuse(name, f"the layout holds {', '.join(self.formats)}", canonical)
-        if spec == "fp8_blockwise" and quantizer.block_scaling_dim != 2:
-            self.refuse(name, "the blocks of FP8 are 128x128", canonical)
         if quantizer.element.name != ("e2m1" if spec in PACKED else "e4m3"):
             self.refuse(name, "the elements of FP8 are e4m3", canonical)
         stacked = not name.endswith(".weight")
         if tensor.ndim != 2 + stacked or (stacked and spec not in STACKED):
             rule = f"a '.weight' is 2-D; stacked experts are 3-D, one of {', '.join(STACKED)}"
             self.refuse(name, rule, f"{spec} {tuple(tensor.shape)} named {name!r}")
-        if spec == "nvfp4" and (quantizer.with_rht or (quantizer.row_scaled and not stacked)):
+        if isinstance(quantizer, NVFP4Quantizer) and (
+            quantizer.with_rht or (quantizer.row_scaled and not stacked)
+        ):
             rule = "NVFP4 has one factor for a weight or an expert, and no rotation"
             self.refuse(name, rule, canonical)
-        return str(spec)
+        return spec
 
     def _factor(self, name: str, tensor: QuantizedTensor, parts: Parts) -> Tensor:
         """Return ``weight_scale_2``: (), or (E,) for experts with a factor each."""
-        quantizer: Any = tensor.quantizer
-        factor = factor_of(quantizer, cast(Tensor, parts.amax), parts.factor)
-        each = expert_factors(factor, tensor.shape) if quantizer.row_scaled else factor.reshape(())
+        factor, quantizer = factor_in(tensor, parts), tensor.quantizer
+        row_scaled = isinstance(quantizer, NVFP4Quantizer) and quantizer.row_scaled
+        each = expert_factors(factor, tensor.shape) if row_scaled else factor.reshape(())
         if each is None or not (each.is_meta or bool(torch.isfinite(each).all())):
             rule = "a weight, and each expert, has one finite amax"
             self.refuse(name, rule, "others", "Quantize with one amax an expert, or leave it plain")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor import api
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source, Writer
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
-FLOAT8 = {"F8_E4M3": "fp8", "F8_E5M2": "fp8(dtype=e5m2)"}
+FLOAT8 = {"F8_E4M3": api.quantizer("fp8"), "F8_E5M2": api.quantizer("fp8", dtype="e5m2")}
 """Dtypes of codes that can be values without a factor -> quantizer."""
 NARROW = (*FLOAT8, "U8", "I8", "U32", "F4")
 """Dtypes of codes."""
@@ -48,10 +47,10 @@ class PlainWriter(Writer):
         Raises:
             CheckpointError: the tensor has another format, or a factor other than 1.
         """
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         rule = f"plain files hold plain tensors, and {self.formats[0]}"
         fix = "Call .dequantize() first, or write layout 'qtensor'"
-        if quantizer.spec.name != "fp8" or not quantizer.per_tensor or not quantizer.rowwise:
+        if kind_of(quantizer) != "fp8" or not quantizer.rowwise:
             self.refuse(name, rule, quantizer.canonical, fix)
         parts = rowwise_parts(tensor)
         if not parts.scale.is_meta and parts.scale.item() != 1:
@@ -88,14 +87,13 @@ class PlainLayout(Layout):
         dtype = self.source.model_dtype or torch.bfloat16
         for name, info in self.source.tensors.items():
             if info.dtype in FLOAT8 and info.shape:
-                target: Any = parse(FLOAT8[info.dtype])
-                scheme = f"{info.dtype} without a factor"
+                target, scheme = FLOAT8[info.dtype], f"{info.dtype} without a factor"
                 yield Group(name, {"codes": info}, info.shape, dtype, target, scheme)
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return an FP8 tensor with a factor of 1."""
         parts = Parts(stored["codes"], torch.ones(1, dtype=torch.float32))
-        return assemble(cast(Quantizer, group.target), group.shape, group.dtype, parts)
+        return assemble(group.quantizer, group.shape, group.dtype, parts)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the codes as values: a cast."""

@@ -13,21 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from qtensor.api import parsed
 from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
 from qtensor.checkpoints.containers.safetensors import parse_json
-from qtensor.checkpoints.layout_base import (
-    DIVISOR,
-    FACTOR,
-    DenseOnly,
-    Group,
-    Layout,
-    Loaded,
-    Source,
-    Writer,
-)
+from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Group, Layout, Loaded, Source, Writer
 from qtensor.core.buffer_shapes import buffer_shapes
 from qtensor.core.errors import QTensorError
-from qtensor.core.quantizer_registry import parse
 from qtensor.storage.rebuild import FLOATING
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -132,7 +123,7 @@ class QTensorLayout(Layout):
             rule = "the quantizer is its canonical text"
             self.refuse(name, rule, repr(entry["quantizer"]), "Write the file again")
         try:
-            quantizer: Any = parse(entry["quantizer"])
+            quantizer = parsed(entry["quantizer"])
         except QTensorError as error:
             fix = "Install the version of qtensor that wrote the file"
             self.refuse(name, "the quantizer must be known", error, fix)
@@ -160,12 +151,10 @@ class QTensorLayout(Layout):
             self.refuse(name, "the file has each buffer of the entry", repr(stored), fix)
         return self.source.tensors[stored]
 
-    def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
+    def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return the tensor around the buffers of the file."""
-        quantizer: Any = group.target
-        buffers = [stored[keyword] for keyword in quantizer.keywords]
-        tensor: QuantizedTensor = quantizer.assemble(buffers, group.shape, group.dtype)
-        return tensor
+        buffers = [stored[keyword] for keyword in group.quantizer.keywords]
+        return group.quantizer.assemble(buffers, group.shape, group.dtype)
 
     def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
         """Return True: we are the origin."""
@@ -173,5 +162,4 @@ class QTensorLayout(Layout):
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the values as ``dequantize`` does: we are the origin."""
-        tensor: Any = self.read(group, stored)
-        return tensor.dequantize(dtype)
+        return self.read(group, stored).dequantize(dtype)

@@ -8,19 +8,26 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
 from qtensor.checkpoints.ignoring import WILDCARD
-from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Target, Writer
 from qtensor.core.buffer_shapes import ceil_div
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
+    MXFP4Quantizer,
+    MXFP6Quantizer,
+    Quantizer,
+)
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "quark"
@@ -62,13 +69,14 @@ class Problem(NamedTuple):
     text: str
 
 
-_QUANTIZERS = {
-    ("fp4", "per_group"): "mxfp4",
-    ("fp6_e2m3", "per_group"): "mxfp6(packed=True)",
-    ("fp6_e3m2", "per_group"): "mxfp6(dtype=e3m2,packed=True)",
-    ("fp8_e4m3", "per_tensor"): "fp8",
-    ("fp8_e4m3", "per_channel"): "fp8_rowwise",
-    ("fp8_e4m3", "per_block"): "fp8_blockwise(block_scaling_dim=2,force_pow_2_scales=False)",
+_BLOCKS = Float8BlockQuantizer(block_scaling_dim=2, force_pow_2_scales=False)
+_QUANTIZERS: dict[tuple[str, str], Quantizer] = {
+    ("fp4", "per_group"): MXFP4Quantizer(),
+    ("fp6_e2m3", "per_group"): MXFP6Quantizer(packed=True),
+    ("fp6_e3m2", "per_group"): MXFP6Quantizer(dtype="e3m2", packed=True),
+    ("fp8_e4m3", "per_tensor"): Float8CurrentScalingQuantizer(),
+    ("fp8_e4m3", "per_channel"): Float8RowwiseQuantizer(),
+    ("fp8_e4m3", "per_block"): _BLOCKS,
 }
 _BYTES = {"fp4": 16, "fp6_e2m3": 24, "fp6_e3m2": 24, "fp8_e4m3": 32}
 """Bytes of the codes of 32 elements."""
@@ -79,6 +87,7 @@ class QuarkLayout(Layout):
 
     name = METHOD
     rank = 65
+    methods = (METHOD,)
     kv_factors = ("k_proj.output_scale", "v_proj.output_scale")
     factor_names = frozenset({"input_scale", "output_scale", "k_scale", "v_scale"})
 
@@ -95,11 +104,6 @@ class QuarkLayout(Layout):
         types = self._table("layer_type_quant_config")
         self._types = [_scheme(e) for name, e in types.items() if name.endswith("Linear")]
 
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "quark"``."""
-        return source.method == METHOD
-
     def _table(self, key: str) -> Mapping[str, Any]:
         table = self.source.quantization.get(key) or {}
         if not isinstance(table, dict):
@@ -114,9 +118,6 @@ class QuarkLayout(Layout):
         """Return the scheme of a weight that is stored as codes: its own, its type's, the global.
 
         An entry without ``weight`` leaves the weight to the next one.
-
-        Raises:
-            CheckpointError: the scheme is not read, or the config says that the module is dense.
         """
         module = weight.name.removesuffix("weight").removesuffix(".")
         own = self._layers.get(module)
@@ -177,7 +178,7 @@ class QuarkLayout(Layout):
         cols = width * 32 // _BYTES[scheme.dtype]
         legal: list[tuple[int, ...]] = [(), (1,)]
         dtypes: tuple[str, ...] = _FLOATS
-        target: Any = parse(_QUANTIZERS[scheme.dtype, scheme.qscheme])
+        target: Target = _QUANTIZERS[scheme.dtype, scheme.qscheme]
         if scheme.qscheme == "per_group":
             legal, dtypes = [(rows, ceil_div(cols, 32))], ("U8", "F8_E8M0")
         elif scheme.qscheme == "per_channel":
@@ -195,11 +196,6 @@ class QuarkLayout(Layout):
         return Group(weight.name, roles, (rows, cols), dtype, target, what, scheme)
 
     # ---- reading
-
-    def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
-        """Return the quantized tensor of a weight; factors of 16 bits are widened."""
-        parts = Parts(stored["codes"], stored["scale"])
-        return assemble(cast(Quantizer, group.target), group.shape, group.dtype, parts)
 
     def rows_apart(self, group: Group) -> bool:
         """Return True unless blocks have another height than 1 or 128."""
@@ -270,8 +266,6 @@ class QuarkWriter(Writer):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self._weights: dict[str, Scheme] = {}
-        self._narrow: dict[str, bool] = {}
-        """Weight -> True if its FP8 factors are stored in the nominal dtype."""
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the codes and the factors of a weight."""
@@ -285,36 +279,29 @@ class QuarkWriter(Writer):
         if scheme.dtype == "fp8_e4m3":
             codes = codes.view(torch.float8_e4m3fn)
             if scheme.qscheme != "per_block":
-                scale = self._narrowed(name, scale, tensor.dtype)
+                scale = self.narrowed(name, scale, tensor.dtype)
                 scale = scale.reshape(() if scheme.qscheme == "per_tensor" else -1)
         return {name: codes, f"{name}_scale": scale}
 
-    def _narrowed(self, name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return factors in the nominal dtype if that is exact, as the origin stores them."""
-        if name not in self._narrow:
-            half = dtype in (torch.bfloat16, torch.float16) and not scale.is_meta
-            self._narrow[name] = half and torch.equal(scale.to(dtype).float(), scale)
-        return scale.to(dtype) if self._narrow[name] else scale
-
     def _scheme(self, name: str, tensor: QuantizedTensor) -> Scheme:
         """Return the scheme that holds a tensor."""
-        quantizer: Any = tensor.quantizer
-        spec, canonical = quantizer.spec.name, quantizer.canonical
-        if spec == "mxfp4":
+        quantizer = quantizer_of(tensor)
+        kind, canonical = kind_of(quantizer), quantizer.canonical
+        if kind == "mxfp4":
             return Scheme("fp4", "per_group")
-        if spec == "mxfp6":
+        if isinstance(quantizer, MXFP6Quantizer):
             if not quantizer.packed:
                 self.refuse(name, "FP6 codes are packed", canonical, "Quantize with packed=True")
             return Scheme(f"fp6_{quantizer.element.name}", "per_group")
-        if spec not in ("fp8", "fp8_blockwise") or quantizer.element.name != "e4m3":
+        if not kind.startswith("fp8") or quantizer.element.name != "e4m3":
             self.refuse(name, f"the layout holds {_READ}", canonical)
-        if spec == "fp8_blockwise":
-            if quantizer.block_scaling_dim != 2:
-                self.refuse(name, "the blocks of FP8 are 128x128", canonical)
-            return Scheme("fp8_e4m3", "per_block", (128, 128))
-        if not quantizer.per_tensor and quantizer.axis != -1:
+        if kind == "fp8_groups":
+            self.refuse(name, "the blocks of FP8 are 128x128", canonical)
+        if kind == "fp8_columns":
             self.refuse(name, "factors belong to rows", canonical)
-        return Scheme("fp8_e4m3", "per_tensor" if quantizer.per_tensor else "per_channel")
+        if kind == "fp8_blockwise":
+            return Scheme("fp8_e4m3", "per_block", (128, 128))
+        return Scheme("fp8_e4m3", "per_tensor" if kind == "fp8" else "per_channel")
 
     def _entry(self, scheme: Scheme, modules: list[str]) -> dict[str, Any]:
         """Return the config of the modules of a scheme."""

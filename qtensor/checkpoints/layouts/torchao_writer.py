@@ -9,10 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.buffers import rowwise_parts
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.layout_base import Writer
-from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of
+from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_in
 from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.formats import PLAIN
+from qtensor.quantizers import MXFP6Quantizer, NVFP4Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD, NAMES, ACT = "torchao", "tensor_names", "act_per_tensor_scale"
@@ -60,12 +63,12 @@ class TorchAOWriter(Writer):
         """Return ``qdata``, ``scale`` and perhaps ``per_tensor_scale`` of a weight."""
         self._check_name(name)
         self._check_siblings(name)
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         if not quantizer.rowwise or quantizer.columnwise_value or tensor.ndim < 2:
             got = f"{quantizer.canonical}, {tuple(tensor.shape)}"
             self.refuse(name, "the layout holds rowwise data of two dims or more", got)
         make = {"fp8": self._float8, "fp8_blockwise": self._float8, "nvfp4": self._nvfp4}
-        kind, data, stored = make.get(quantizer.spec.name, self._mx)(name, tensor, quantizer)
+        kind, data, stored = make.get(quantizer.spec.name, self._mx)(name, tensor)
         self._texts[name] = {
             "_type": kind,
             "_data": {**data, **self._kept(name, kind, data)},
@@ -79,11 +82,7 @@ class TorchAOWriter(Writer):
             self.refuse(name, rule, repr(name), "Write layout 'qtensor'")
 
     def _check_siblings(self, name: str) -> None:
-        """Refuse ``a.up`` beside ``a.up_b``: its loader takes ``a._up_b_qdata`` for a part of both.
-
-        Raises:
-            CheckpointError: a module has both names.
-        """
+        """Refuse ``a.up`` beside ``a.up_b``: to its loader ``a._up_b_qdata`` is a part of both."""
         module, _, last = name.rpartition(".")
         siblings = self._siblings.setdefault(module, set())
         for other in siblings:
@@ -105,16 +104,18 @@ class TorchAOWriter(Writer):
                 return dict(json.loads(header[name]))
         return {}
 
-    def _float8(self, name: str, tensor: QuantizedTensor, quantizer: Any) -> Encoded:
-        shape, parts = tuple(tensor.shape), rowwise_parts(tensor)
-        if quantizer.spec.name == "fp8":
-            block = shape if quantizer.per_tensor else (*(1,) * (tensor.ndim - 1), shape[-1])
-            if not quantizer.per_tensor and quantizer.axis != -1:
-                if tensor.ndim > 2:
-                    self.refuse(name, "factors of columns belong to two dims", shape)
-                block = (shape[0], 1)
-        else:
-            rows = 128 if quantizer.block_scaling_dim == 2 else 1
+    def _float8(self, name: str, tensor: QuantizedTensor) -> Encoded:
+        quantizer, shape, parts = quantizer_of(tensor), tuple(tensor.shape), rowwise_parts(tensor)
+        kind = kind_of(quantizer)
+        block = shape
+        if kind == "fp8_rowwise":
+            block = (*(1,) * (tensor.ndim - 1), shape[-1])
+        elif kind == "fp8_columns":
+            if tensor.ndim > 2:
+                self.refuse(name, "factors of columns belong to two dims", shape)
+            block = (shape[0], 1)
+        elif kind != "fp8":
+            rows = 128 if kind == "fp8_blockwise" else 1
             block = (*(1,) * (tensor.ndim - 2), rows, 128)
             if any(n % size for n, size in zip(shape, block, strict=True)):
                 rule = "torchao's loader decodes whole blocks of 128 alone"
@@ -130,12 +131,12 @@ class TorchAOWriter(Writer):
         dtype = torch.float8_e5m2 if quantizer.element.name == "e5m2" else torch.float8_e4m3fn
         return FLOAT8, data, {"qdata": parts.codes.view(dtype), "scale": parts.scale.reshape(grid)}
 
-    def _factors(self, name: str, tensor: QuantizedTensor, quantizer: Any) -> tuple[Tensor, Tensor]:
+    def _factors(self, name: str, tensor: QuantizedTensor) -> tuple[Tensor, Tensor]:
         """Return the codes, and the factors as they lie: row-major, or in tiles."""
-        shape, size = tuple(tensor.shape), 16 if quantizer.spec.name == "nvfp4" else 32
+        shape, size = tuple(tensor.shape), 16 if tensor.quantizer.spec.name == "nvfp4" else 32
         if tensor.ndim > 3 or shape[-1] % size:
             self.refuse(name, f"2 or 3 dims and whole blocks of {size} columns", shape)
-        if not quantizer.swizzled:
+        if tensor.quantizer.scale_layout == PLAIN:
             parts = rowwise_parts(tensor)
             return parts.codes, parts.scale.reshape(*shape[:-1], -1)
         if tensor.ndim == 3 and shape[-2] % 128:
@@ -145,11 +146,12 @@ class TorchAOWriter(Writer):
         tiles = (32 * ceil_div(shape[-2], 128), 16 * ceil_div(shape[-1], 4 * size))
         return codes, scale.reshape(*shape[:-2], *tiles)
 
-    def _mx(self, name: str, tensor: QuantizedTensor, quantizer: Any) -> Encoded:
+    def _mx(self, name: str, tensor: QuantizedTensor) -> Encoded:
+        quantizer = quantizer_of(tensor)
         element = quantizer.element.name
-        if quantizer.spec.name == "mxfp6" and quantizer.packed:
+        if isinstance(quantizer, MXFP6Quantizer) and quantizer.packed:
             self.refuse(name, "FP6 codes have a byte each", quantizer.canonical)
-        codes, scale = self._factors(name, tensor, quantizer)
+        codes, scale = self._factors(name, tensor)
         elem = next(key for key, (_, short, _) in MX_ELEMENTS.items() if short == element)
         if element in ("e4m3", "e5m2"):
             codes = codes.view(elem)
@@ -159,16 +161,16 @@ class TorchAOWriter(Writer):
             "orig_dtype": _dtype(tensor.dtype),
             "kernel_preference": _named("KernelPreference", "EMULATED"),
             "act_quant_kwargs": None,
-            "is_swizzled_scales": quantizer.swizzled,
+            "is_swizzled_scales": quantizer.scale_layout != PLAIN,
         }
         return MX, data, {"qdata": codes, "scale": scale.view(torch.float8_e8m0fnu)}
 
-    def _nvfp4(self, name: str, tensor: QuantizedTensor, quantizer: Any) -> Encoded:
+    def _nvfp4(self, name: str, tensor: QuantizedTensor) -> Encoded:
+        quantizer = cast(NVFP4Quantizer, tensor.quantizer)
         if quantizer.with_rht and quantizer.rht_side == "rowwise":
             self.refuse(name, "the values are not rotated", quantizer.canonical)
-        codes, scale = self._factors(name, tensor, quantizer)
-        _, _, amax, own = rowwise_parts(tensor)
-        factor = factor_of(quantizer, cast(Tensor, amax), own)
+        codes, scale = self._factors(name, tensor)
+        factor = factor_in(tensor, rowwise_parts(tensor))
         if quantizer.row_scaled:
             each = expert_factors(factor, tuple(tensor.shape))
             if each is None:

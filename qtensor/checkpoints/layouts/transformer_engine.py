@@ -19,7 +19,7 @@ from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
 from qtensor.checkpoints.containers.torch_pickle import Call, holds_tensor
 from qtensor.checkpoints.containers.torch_zip import pickled_tensors
 from qtensor.checkpoints.errors import CheckpointError
-from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source
+from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source
 from qtensor.core.buffer_shapes import buffer_shapes
 from qtensor.core.quantizer_registry import quantizer_class
 from qtensor.quantizers import Quantizer
@@ -200,23 +200,22 @@ class TransformerEngineLayout(Layout):
 
     # ---- reading
 
-    def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
+    def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return the tensor around its buffers."""
-        quantizer = cast(Quantizer, group.target)
         found = dict(stored)
         if "data_transpose" in found:
             found["data"] = found["data_transpose"].movedim(0, -1)
         if "scale_inv" in found:
             found["scale_inv"] = found["scale_inv"].reshape(1)
-        buffers = [found[keyword].contiguous() for keyword in quantizer.keywords]
-        return quantizer.assemble(buffers, group.shape, group.dtype)
+        buffers = [found[keyword].contiguous() for keyword in group.quantizer.keywords]
+        return group.quantizer.assemble(buffers, group.shape, group.dtype)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the values by our own arithmetic, which is that of the origin."""
         if group.scheme == "mxfp8_tensor":
             direction = "rowwise" if "rowwise_scale_inv" in stored else "columnwise"
             arithmetic.e8m0(stored[f"{direction}_scale_inv"])  # refuses 255
-        return cast(QuantizedTensor, self.read(group, stored)).dequantize(dtype)
+        return self.read(group, stored).dequantize(dtype)
 
     # ---- extra states
 
