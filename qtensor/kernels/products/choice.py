@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.core.quantizer_registry import parse, transposed
-from qtensor.kernels.products import IN_FRONT
+from qtensor.kernels.products import LISTENERS
 from qtensor.kernels.products.dequant import Dequant
 from qtensor.kernels.products.dot_products import DotProducts
 from qtensor.kernels.products.few_rows import FewRows
@@ -154,6 +154,8 @@ def reset() -> None:
     """Forget choices: after kernels were built or removed, or others were measured to be faster."""
     choose.cache_clear()
     _CHOICES.clear()
+    for listener in LISTENERS:
+        listener()
 
 
 # ---- running
@@ -299,7 +301,7 @@ class Explanation:
 
     Attributes:
         problem: the product in words.
-        backend: one of ``BACKENDS``, or a name of ``IN_FRONT``.
+        backend: one of ``BACKENDS``.
         kernel: name of the CUTLASS kernel, or None.
         reasons: (backend, text) for each backend, by preference.
     """
@@ -323,16 +325,10 @@ class Explanation:
 def explain(problem: Problem) -> Explanation:
     """Return the table of a problem: the chosen backend, and a reason for each other one."""
     choice = choose(problem)
-    on_cpu = problem.capability is None and problem.device == "cpu"
-    in_front = IN_FRONT if on_cpu else {}
-    said = {name: refusal(problem) for name, refusal in in_front.items()}
-    chosen = next((name for name, reason in said.items() if reason is None), choice.chosen)
-    said |= dict(choice.refusals) | {r.name: f"possible{r.detail}" for r in choice.runners}
-    first = said[chosen] or "possible, from the third equal call on"
-    said[chosen] = first.replace("possible", "chosen", 1)
-    reasons = tuple((name, said[name] or "possible") for name in (*in_front, *BACKENDS))
-    kernel = choice.kernel if chosen == choice.chosen else None
-    return Explanation(problem.text(), chosen, kernel, reasons)
+    said = dict(choice.refusals) | {r.name: f"possible{r.detail}" for r in choice.runners}
+    said[choice.chosen] = said[choice.chosen].replace("possible", "chosen", 1)
+    reasons = tuple((name, said[name]) for name in BACKENDS)
+    return Explanation(problem.text(), choice.chosen, choice.kernel, reasons)
 
 
 def problem_for(

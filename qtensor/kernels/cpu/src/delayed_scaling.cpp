@@ -13,20 +13,6 @@ namespace QT_NAMESPACE {
 // As torch.maximum: a NaN stays.
 static inline float larger(float a, float b) { return a != a || a > b ? a : b; }
 
-// As native code packs them: 8 bytes each, at any address.
-struct BeginArguments {
-    float* scale;          // (columns)
-    float* history;        // (length or more, columns)
-    i64* steps;            // (2)
-    const float* cell;     // (gradients)
-    const i64* cell_step;  // (1)
-    const i64* step;       // (1)
-    float* scales_out;     // (columns)
-    i64* steps_out;        // (2)
-    i64 advance, length, columns, gradients, most_recent;
-    double divisor;  // 2^margin
-};
-
 // `largest_codes` holds `columns` floats, at any address.
 static void begin(const BeginArguments& a, const void* largest_codes) {
     const size_t row_bytes = sizeof(float) * size_t(a.columns);
@@ -55,10 +41,6 @@ static void begin(const BeginArguments& a, const void* largest_codes) {
     memcpy(a.steps_out, a.steps, 2 * sizeof(i64));
 }
 
-struct Maxima {
-    const float* values;
-    i64 count;
-};
 // Writes `pieces` runs of maxima (packed as Maxima, at any address) one after the other to `target`; with
 // `keep_larger` the larger of each maximum and the number that is there.
 static void fold(float* target, bool keep_larger, const void* packed, i64 pieces) {
