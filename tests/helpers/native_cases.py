@@ -21,7 +21,7 @@ from qtensor.core.buffer_shapes import has_padding
 from qtensor.core.quantizer_registry import alloc_slots, by_name
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, sources
-from qtensor.kernels.cpu.small_calls.answers import left_to_python
+from qtensor.library.native_ops import left_to_python
 
 DOTS_HEADER = Path(__file__).parent / "bfloat16_dots.h"
 SHAPES = [

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import qtensor
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library import native_ops
 from qtensor.kernels.products import choice, dot_products, reference, tiles
 
 weights = pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_both_quantized_in_python_and_in_programs(name: str):
         for rows, (n, k) in itertools.product((1, 3, 64), ((40, 96), (272, 256))):
             w = qtensor.quantize(torch.randn(n, k), "mxfp4")
             x = qtensor.quantize(torch.randn(rows, k), name, **options)
-            with answers.left_to_python():
+            with native_ops.left_to_python():
                 want = qtensor.gemm(x, w, "TN", torch.ones(n), dtype=torch.bfloat16)
             for _ in range(CALLS):
                 got = qtensor.gemm(x, w, "TN", torch.ones(n), dtype=torch.bfloat16)

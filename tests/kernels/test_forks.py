@@ -47,7 +47,7 @@ def test_small_calls() -> None:
 SHARED_STEPS = """
 import os, signal, threading, time, warnings
 import torch, qtensor
-from qtensor.kernels.cpu.small_calls.answers import left_to_python
+from qtensor.library.native_ops import left_to_python
 from qtensor.library import delayed
 
 warnings.simplefilter("ignore")

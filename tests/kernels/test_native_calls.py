@@ -12,7 +12,7 @@ from formats import BY_NAME, FormatCase
 from linear_cases import backward_arguments, forward_arguments
 
 import qtensor
-from qtensor.kernels.cpu.small_calls import answers as cpp
+from qtensor.library import native_ops as cpp
 from qtensor.library.define import FILLS
 from tests.library.test_linear_ops import every_format, same, serves_here
 

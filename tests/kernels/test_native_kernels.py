@@ -48,7 +48,7 @@ import qtensor
 from qtensor.core import quantizer_registry as codecs
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, structs
-from qtensor.kernels.cpu.small_calls.answers import left_to_python
+from qtensor.library.native_ops import left_to_python
 from qtensor.quantizers.mx import MXQuantizer
 from tests.quantizers.test_quantize_hypothesis import exact, options_of, tensors
 

@@ -22,7 +22,7 @@ from torch import Tensor
 import qtensor
 from qtensor.core.quantizer_registry import by_name
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.small_calls import answers as cpp
+from qtensor.library import native_ops as cpp
 from qtensor.library.define import FILLS
 from tests.library.test_linear_ops import serves_here
 

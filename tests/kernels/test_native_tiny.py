@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtensor
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library import native_ops
 from qtensor.library.gemm import WEIGHT_GEMM
 from qtensor.library.quantize import QUANTIZE
 
@@ -45,7 +45,7 @@ def test_padding_is_zero() -> None:
 
 
 def test_a_kind_that_comes_once_is_not_planned() -> None:
-    if answers.library() is None:
+    if native_ops.library() is None:
         pytest.skip(reason="no compiler, or a torch without its headers")
     x, known = small(29, 37), len(answers._OWNED)
     values = torch.ops.qtensor.dequantize
@@ -61,7 +61,7 @@ def test_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = qtensor.quantizer("mxfp4")
     x = small(31, 32)
     want = codec(x)
-    with answers.left_to_python():
+    with native_ops.left_to_python():
         monkeypatch.setattr(native, "library", lambda: "switched off")
         got = codec(x)
         for a, b in zip(got.buffers(), want.buffers(), strict=True):
@@ -180,7 +180,7 @@ def test_results_have_the_type_and_the_strides_of_the_op(name: str) -> None:
     }
     op = getattr(torch.ops.qtensor, name).default
     found = thrice(op, *args[name])
-    with answers.left_to_python():
+    with native_ops.left_to_python():
         expected = op(*args[name])
     assert type(found) is type(expected)
     pairs = zip(found, expected, strict=True) if name == "quantize" else [(found, expected)]

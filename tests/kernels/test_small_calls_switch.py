@@ -13,7 +13,7 @@ import torch_process
 from places import PYTHONPATH
 
 import qtensor
-from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library import native_ops
 from qtensor.kernels.products import choice
 from qtensor.library.define import OBSERVERS
 
@@ -24,7 +24,7 @@ import torch
 import qtensor
 from formats import FORMATS
 from qtensor import recipes
-from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library import native_ops
 from qtensor.library.define import OBSERVERS
 
 def note(name, tensors):
@@ -91,7 +91,7 @@ def test_the_same_bytes_without_small_calls() -> None:
     assert on == off
     assert len(on.splitlines()) > 90
     assert left_out == "programs 0 observers 0"
-    if answers.library() is None:
+    if native_ops.library() is None:
         pytest.skip(reason="no compiler, or a torch without its headers")
     _, programs, _, observers = planned.split()
     assert int(programs) > 50
@@ -104,7 +104,7 @@ def explain(m: int) -> choice.Explanation:
 
 
 def test_explain_names_the_small_calls() -> None:
-    if answers.library() is None:
+    if native_ops.library() is None:
         pytest.skip(reason="no compiler, or a torch without its headers")
     small, large = explain(80), explain(1 << 13)
     assert small.backend == "small_calls"
@@ -155,7 +155,7 @@ def times_in_python(rows: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 def test_kernels_explain_tells_which_calls_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    if answers.library() is None:
+    if native_ops.library() is None:
         pytest.skip(reason="no compiler, or a torch without its headers")
     mxfp6 = qtensor.quantizer("mxfp6", packed=True)
     text = qtensor.kernels.explain(mxfp6, torch.float32)

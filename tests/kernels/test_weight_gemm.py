@@ -9,7 +9,7 @@ from formats import FormatCase, formats
 from torch.nn import functional as F
 
 import qtensor
-from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library import native_ops
 from qtensor.kernels.products.problem import Pair
 from qtensor.library.define import FILLS
 from qtensor.library.gemm import GemmArgs
@@ -39,7 +39,7 @@ def seen(monkeypatch):
 
     monkeypatch.setitem(FILLS, "gemm", note("gemm", gemm))
     monkeypatch.setitem(FILLS, "weight_gemm", note("weight_gemm", as_gemm))
-    with answers.left_to_python():
+    with native_ops.left_to_python():
         yield names
 
 
@@ -90,7 +90,7 @@ def test_sizes_that_do_not_meet():
 
 @formats
 def test_small_calls_do_not_enter_python(case, monkeypatch):
-    if answers.library() is None or not serves_here(case):
+    if native_ops.library() is None or not serves_here(case):
         pytest.skip(reason="no compiler, or a torch without its headers")
     q = weight_of(case)
     x = torch.randn(2, 3, K).bfloat16()
@@ -114,13 +114,13 @@ def large(case: FormatCase, **options):
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lead", [(1,), (3,), (2, 1)], ids=str)
 def test_few_rows_do_not_enter_python(case, lead, bias, monkeypatch):
-    if answers.library() is None or not serves_here(case):
+    if native_ops.library() is None or not serves_here(case):
         pytest.skip(reason="no compiler, or a torch without its headers")
     q, added = large(case), None if bias is None else torch.randn(272, dtype=bias)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(*lead, 256, dtype=dtype)
         with torch.inference_mode():
-            with answers.left_to_python():
+            with native_ops.left_to_python():
                 wanted = F.linear(x, q, added)
             for _ in range(2):
                 F.linear(x, q, added)
@@ -134,7 +134,7 @@ def test_few_rows_of_every_option(case):
     x = torch.randn(2, 256).bfloat16()
     for options in case.each_option():
         q = large(case, **options)
-        with torch.inference_mode(), answers.left_to_python():
+        with torch.inference_mode(), native_ops.left_to_python():
             wanted = F.linear(x, q)
         for threads in (1, 3):
             before = torch.get_num_threads()

@@ -11,7 +11,7 @@ import torch
 import qtensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, state
-from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library import native_ops
 from qtensor.library.define import FILLS
 
 ops = torch.ops.qtensor
@@ -52,8 +52,8 @@ def both(monkeypatch, name, call, tensors):
             if ways == "torch":
                 patch.setitem(table.STATE, name, lambda *args: False)
             if ways != "cpp":
-                stack.enter_context(answers.left_to_python())
-            elif answers.library() is not None:
+                stack.enter_context(native_ops.left_to_python())
+            elif native_ops.library() is not None:
                 patch.setitem(FILLS, name, refuse)
             copies = [t.clone() for t in tensors]
             found = call(*copies)
@@ -70,7 +70,7 @@ def refuse(*args):
 def test_a_step_is_counted_without_python(monkeypatch):
     step, counter = torch.zeros(1, dtype=torch.int64), torch.tensor([7])
     ops.advance_step_(step)
-    if answers.library() is None:
+    if native_ops.library() is None:
         pytest.skip(reason="no compiler, or a torch without its headers")
     with monkeypatch.context() as patch:
         patch.setitem(FILLS, "advance_step_", refuse)

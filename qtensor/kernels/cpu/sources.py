@@ -128,12 +128,12 @@ def build_spec(isa: str) -> BuildSpec:
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
     names = ("torch_abi", "quantize_ops", "product_ops", "state_ops", "register")
-    flags = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden")
+    flags = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-DQT_NAMESPACE=ops")
     return BuildSpec(
         "ops",
         tuple(Unit(_OPS / f"{name}.cpp", flags, name) for name in names),
         find_cxx,
-        (*sorted(_OPS.glob("*.h")), FOLDER / "structs.h"),
+        (*sorted(_OPS.glob("*.h")), FOLDER / "structs.h", FOLDER / "denormals.h"),
         title="C++ ops",
         effort=6.0,
     )

@@ -96,11 +96,19 @@ void* Tensor::writable() const {
 
 // ---- arguments
 
-Arguments::~Arguments() {
-    for (Handle element : elements_) torch.aoti_torch_delete_tensor_object(element);
+// A list holds the handles of its tensors, and does not delete them.
+static void delete_list(void* list, bool of_tensors) {
+    size_t count = 0;
+    if (of_tensors) torch.torch_list_size(list, &count);
+    for (size_t i = 0; i < count; i++) {
+        Value element;
+        if (torch.torch_list_get_item(list, i, &element) == 0)
+            torch.aoti_torch_delete_tensor_object((Handle)element);
+    }
+    torch.torch_delete_list(list);
 }
 
-void Arguments::release() {
+void Arguments::release() const {
     for (int i = 0; kinds_[i]; i++) {
         Value value = stack_[i];
         char kind = kinds_[i];
@@ -115,7 +123,7 @@ void Arguments::release() {
                 delete box;
         }
         if (kind == 't') torch.aoti_torch_delete_tensor_object((Handle)value);
-        if (kind == 'l' || kind == 'n') torch.torch_delete_list((void*)value);
+        if (kind == 'l' || kind == 'n') delete_list((void*)value, kind == 'l');
         if (kind == 's') torch.torch_delete_string((void*)value);
     }
 }
@@ -134,19 +142,16 @@ void* Arguments::list(int i, size_t& count) const {
     return list;
 }
 
-bool Arguments::tensors(int i, std::vector<Tensor>& found) {
+bool Arguments::tensors(int i, std::vector<Tensor>& found) const {
     size_t count;
     void* from = list(i, count);
     found.resize(count);
-    elements_.reserve(elements_.size() + count);
-    bool readable = true;
     for (size_t k = 0; k < count; k++) {
         Value element;
         check(torch.torch_list_get_item(from, k, &element));
-        elements_.push_back((Handle)element);
-        readable = found[k].read((Handle)element) && readable;
+        if (!found[k].read((Handle)element)) return false;
     }
-    return readable;
+    return true;
 }
 
 std::vector<Value> Arguments::numbers(int i) const {

@@ -123,15 +123,12 @@ struct Tensor {
 class Arguments {
     Value* const stack_;
     const char* const kinds_;
-    std::vector<Handle> elements_;  // of lists, each a handle of its own
-
     void* list(int i, size_t& count) const;
 
 public:
     Arguments(Value* stack, const char* kinds) : stack_(stack), kinds_(kinds) {}
-    ~Arguments();  // leaves the arguments where they are
     Arguments(const Arguments&) = delete;
-    void release();  // deletes the arguments, once they have been served
+    void release() const;  // deletes the arguments of a call that has been served
 
     i64 word(int i) const { return i64(stack_[i]); }
     bool flag(int i) const { return (stack_[i] & 0xff) != 0; }
@@ -140,7 +137,7 @@ public:
     Handle handle(int i) const { return (Handle)(kinds_[i] == 'o' ? *(Value*)stack_[i] : stack_[i]); }
     bool tensor(int i, Tensor& t) const { return t.read(handle(i)); }
     std::string_view text(int i) const;
-    bool tensors(int i, std::vector<Tensor>& list);
+    bool tensors(int i, std::vector<Tensor>& list) const;
     std::vector<Value> numbers(int i) const;
     bool shape(int i, Shape& s) const;  // false for one without elements
 };
