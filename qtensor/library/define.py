@@ -26,8 +26,8 @@ SCHEMAS: dict[str, str] = {}
 FILLS: dict[str, Callable[[Any, Any], None]] = {}
 """Op name -> ``fill(outputs, args)``.
 
-A test or a backend may replace an entry; schema and fake stay. C++ serves most calls on a CPU before
-a fill is asked (``native_ops.left_to_python``).
+A test or a backend may replace an entry; schema and fake stay. C++ serves most calls on a CPU and
+asks no fill (``native_ops.left_to_python``).
 """
 
 ON_THE_CPU = frozenset({

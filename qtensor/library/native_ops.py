@@ -6,8 +6,9 @@ the outputs and calls the CPU kernels. It knows of Python what this module tells
 what a canonical text means, what a plan of a linear layer means, and who computes a product.
 
 A call that C++ does not serve, such as one with a user's own format or with wrong arguments, goes
-on to the Python kernel: as the op of the same name in the namespace ``qtensor_python``. A C++ kernel
-cannot pass a Python exception on, so that op keeps it, and the op that was called raises it again.
+on to the Python kernel: as the op of the same name in the namespace ``qtensor_python``. A C++
+kernel cannot pass a Python exception on, so that op keeps it, and the op that was called raises it
+again.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ from qtensor.library.recomputation import may_run_again
 
 _MOST_TEXTS = 16384
 """Texts of a kind that are described; C++ holds their descriptions as long as the process lives."""
-_QUANTIZERS: dict[str, CDescription | None] = {}
-_TEXTS: list[str] = []
-"""The canonical texts by the numbers of their descriptions."""
+_QUANTIZERS: dict[str, CDescription] = {}
 _PLANS: dict[tuple[Any, str], Any] = {}
 _FEW_ROWS, _DECODE = 1, 2
 _IN_BACKWARD, _MAY_RUN_AGAIN = 1, 2
@@ -63,14 +62,11 @@ def _described(canonical: str) -> CDescription | None:
         return _QUANTIZERS[canonical]
     except KeyError:
         pass
-    if len(_TEXTS) >= _MOST_TEXTS:
-        return None
     quantizer = parse(canonical)
-    description = describe(quantizer, len(_TEXTS))
-    if description is None:
+    made = describe(quantizer) if len(_QUANTIZERS) < _MOST_TEXTS else None
+    if made is None:
         return None
-    _TEXTS.append(canonical)
-    description = _QUANTIZERS.setdefault(canonical, description)
+    description = _QUANTIZERS.setdefault(canonical, made)
     twin = twin_of(quantizer)
     other = None if twin is None else _described(twin.canonical)
     if other is not None:
@@ -159,7 +155,7 @@ def _choose(problem: Any) -> int:
 
 
 def _text_at(address: int | None) -> str:
-    return "" if address is None else _TEXTS[CDescription.from_address(address).number]
+    return "" if address is None else CDescription.from_address(address).text.decode()
 
 
 def _choice_of(problem: CProblem) -> int:
@@ -210,7 +206,7 @@ def _keeping(handle: Any, body: Callable[..., Any], nothing: Any) -> Callable[..
     def call(*args: Any) -> Any:
         try:
             return body(*args)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - `_raising` raises it
             text = f"{type(error).__name__}: {error}"
             _KEPT.error = error, text
             handle.qtensor_ops_fail(text.encode())
@@ -242,10 +238,7 @@ def _raising(op: Callable[..., Any]) -> Callable[..., Any]:
 # ---- registration
 
 _PYTHON = torch.library.Library("qtensor_python", "DEF")
-_FUNCTIONS = (
-    *("qt_quantize", "qt_dequantize", "qt_linear", "qt_sum_rows", "qt_finish", "qt_widen"),
-    *("qt_delayed_begin", "qt_record_amax", "qt_record_gradient_amax"),
-)
+_FUNCTIONS = ("qt_quantize", "qt_dequantize", "qt_linear", "qt_sum_rows", "qt_finish", "qt_widen")
 """`struct Kernels` of description.h."""
 
 

@@ -16,8 +16,8 @@ from native_cases import threads
 import qtensor
 from benchmarks.memory import RESET, peak_mib
 from qtensor.kernels.cpu import native
-from qtensor.library import native_ops
 from qtensor.kernels.products import dot_products, tiles
+from qtensor.library import native_ops
 from tests.kernels.test_gemm import assert_product, values
 
 N, K = 515, 1030

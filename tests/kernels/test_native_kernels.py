@@ -95,7 +95,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 @formats
 @dtypes
 def test_the_ops_ask_the_kernels(case: FormatCase, dtype: torch.dtype, served: list[bool]) -> None:
-    # A call that other tests made often enough is answered by C++, which asks no kernel.
+    # In C++, an op asks no table.
     with left_to_python():
         q = case.quantize(rand(64, 64, dtype=dtype))
         q.dequantize()

@@ -142,7 +142,7 @@ def _new_buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout:
 
 
 def position_of_row_factors(quantizer: Any) -> int | None:
-    """Return the position of the rowwise factors if each row has its own line of them, else None."""
+    """Return the position of the rowwise factors if each row has a line of them, else None."""
     slot = next((s for s in quantizer.slots if s.name == "_rowwise_scale_inv"), None)
     if slot is None or slot.swizzled or slot.dims[0].axis != "m" or slot.dims[0].per != 1:
         return None

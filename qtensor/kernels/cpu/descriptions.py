@@ -50,7 +50,6 @@ class CDescription(ctypes.Structure):
 
     _fields_ = (
         ("quantizer", CQuantizer),
-        ("number", ctypes.c_int32),
         ("slots", ctypes.c_int32),
         ("needs_scale", ctypes.c_int32),
         ("returns_amax", ctypes.c_int32),
@@ -60,27 +59,26 @@ class CDescription(ctypes.Structure):
         ("columnwise", ctypes.c_int32 * 3),
         ("rows_of_factors", ctypes.c_int32),
         ("slot", CSlot * _MAX_SLOTS),
+        ("text", ctypes.c_char_p),
         ("twin", ctypes.c_void_p),
         ("source", ctypes.c_int32 * _MAX_SLOTS),
         ("turned", ctypes.c_int32 * _MAX_SLOTS),
     )
 
 
-def describe(quantizer: Any, number: int) -> CDescription | None:
+def describe(quantizer: Any) -> CDescription | None:
     """Return the description of a quantizer without its twin, or None if C++ does not serve it."""
     slots = quantizer.slots
     if quantizer.format not in FORMATS or len(slots) > _MAX_SLOTS:
         return None
     names = [slot.name for slot in slots]
+    directions = [is_columnwise(quantizer, wanted) for wanted in (None, False, True)]
     if "_scale_inv" in names:
         # Both directions hold the same codes.
-        directions = (not {"_data", "_rowwise_data"} & set(names),) * 3
-    else:
-        directions = tuple(is_columnwise(quantizer, wanted) for wanted in (None, False, True))
+        directions = [not {"_data", "_rowwise_data"} & set(names)] * 3
     rows = position_of_row_factors(quantizer)
     return CDescription(
         quantizer=c_quantizer(quantizer),
-        number=number,
         slots=len(slots),
         needs_scale=quantizer.needs_scale,
         returns_amax=quantizer.returns_amax,
@@ -90,6 +88,7 @@ def describe(quantizer: Any, number: int) -> CDescription | None:
         columnwise=(ctypes.c_int32 * 3)(*directions),
         rows_of_factors=-1 if rows is None else rows,
         slot=(CSlot * _MAX_SLOTS)(*(_slot(slot) for slot in slots)),
+        text=quantizer.canonical.encode(),
     )
 
 
@@ -103,10 +102,9 @@ def describe_twin(description: CDescription, twin: CDescription, quantizer: Any)
     """Tell a description how the transpose of a matrix views its buffers."""
     names = [slot.name for slot in quantizer.slots]
     for i, (_, source, view) in enumerate(quantizer.transpose_plan[1]):
-        if view not in (None, torch.t):
-            return  # Tiles of swizzled factors have no strides of their own.
         description.source[i] = names.index(source)
-        description.turned[i] = view is not None
+        # The view of swizzled factors has their bytes, in the reverse shape.
+        description.turned[i] = 0 if view is None else 1 if view is torch.t else 2
     description.twin = ctypes.addressof(twin)
 
 

@@ -93,9 +93,6 @@ def _declare(handle: ctypes.CDLL) -> None:
         getattr(handle, name).argtypes = (ctypes.c_char_p,)
     handle.qt_finish.argtypes = (_POINTER,)
     handle.qt_widen.argtypes = (_POINTER, _SIZE, _SIZE, _POINTER)
-    handle.qt_delayed_begin.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-    handle.qt_record_amax.argtypes = (_POINTER, ctypes.c_char_p, _SIZE)
-    handle.qt_record_gradient_amax.argtypes = (*(_POINTER,) * 3, ctypes.c_char_p, _SIZE)
 
 
 @functools.cache

@@ -94,7 +94,7 @@ def choose_isa() -> str:
 def units(isa: str) -> tuple[Unit, ...]:
     """Return the compilations of an instruction set: the C interface, and each kernel by dtype."""
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
-    names = ("c_interface", "linear", "few_rows", "finish", "delayed_scaling")
+    names = ("c_interface", "linear", "few_rows", "finish")
     all_units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in names]
     if isa == "avx512":
         # Its functions are called on CPUs that have these instructions.
@@ -128,10 +128,11 @@ def build_spec(isa: str) -> BuildSpec:
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
     names = ("torch_abi", "quantize_ops", "product_ops", "state_ops", "register")
-    flags = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-DQT_NAMESPACE=ops")
+    flags = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra")
+    hidden = ("-fvisibility=hidden", "-DQT_NAMESPACE=ops")
     return BuildSpec(
         "ops",
-        tuple(Unit(_OPS / f"{name}.cpp", flags, name) for name in names),
+        tuple(Unit(_OPS / f"{name}.cpp", (*flags, *hidden), name) for name in names),
         find_cxx,
         (*sorted(_OPS.glob("*.h")), FOLDER / "structs.h", FOLDER / "denormals.h"),
         title="C++ ops",

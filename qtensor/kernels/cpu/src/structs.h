@@ -159,20 +159,3 @@ struct FinishCall {
     void* y;            // may be x
     i64 dtype;
 };
-// A step of delayed scaling (`delayed_begin_`), at any address.
-struct BeginArguments {
-    float* scale;          // (columns)
-    float* history;        // (length or more, columns)
-    i64* steps;            // (2)
-    const float* cell;     // (gradients)
-    const i64* cell_step;  // (1)
-    const i64* step;       // (1)
-    float* scales_out;     // (columns)
-    i64* steps_out;        // (2)
-    i64 advance, length, columns, gradients, most_recent;
-    double divisor;  // 2^margin
-};
-struct Maxima {
-    const float* values;
-    i64 count;
-};

@@ -22,17 +22,19 @@ struct Slot {
 constexpr int SHARED = 8, POSITIONS = 11;
 enum Direction { OWN = 0, BY_ROWS = 1, BY_COLUMNS = 2 };
 
+enum Turned { AS_IT_IS = 0, TRANSPOSED = 1, RESHAPED = 2 };
+
 // A quantizer.
 struct Description {
     CQuantizer quantizer;
-    i32 number;  // by which Python finds its text
     i32 slots;
     i32 needs_scale, returns_amax, stochastic, per_tensor, stores_global;
     i32 columnwise[3];    // by Direction: whether the columnwise buffers are read
     i32 rows_of_factors;  // position of factors with a line for each row and lines of padding behind, or -1
     Slot slot[MAX_SLOTS];
+    const char* text;  // for Python
     // The transpose of a matrix is one of the quantizer `twin`, whose slot i views the buffer of slot
-    // source[i]: as it is, or (turned[i]) transposed. Null if it cannot be transposed.
+    // source[i], as turned[i] says. Null if it cannot be transposed.
     const Description* twin;
     i32 source[MAX_SLOTS], turned[MAX_SLOTS];
 };
@@ -73,7 +75,7 @@ const BackwardPlan* backward_plan_of(std::string_view text);
 i32 choose(const Problem& problem);
 i32 situation();
 
-// The kernels (c_interface.cpp, finish.cpp, delayed_scaling.cpp), in the order of native_ops.py.
+// The kernels (c_interface.cpp, finish.cpp), in the order of native_ops.py.
 struct Kernels {
     int (*quantize)(const QuantizeArguments*);
     int (*dequantize)(const DequantizeArguments*);
@@ -81,9 +83,6 @@ struct Kernels {
     int (*sum_rows)(const NormCall*, i64 dtype);
     void (*finish)(const FinishCall*);
     void (*widen)(const void* x, i64 dtype, i64 n, float* y);
-    void (*begin)(const void* arguments, const float* largest);
-    void (*record)(float* row, const void* pieces, i64 count);
-    void (*record_gradient)(float* cell, i64* cell_step, const i64* ticket, const void* pieces, i64 count);
 };
 extern Kernels kernels;
 

@@ -97,6 +97,10 @@ Reach transpose(const Operand& b, Weight& weight) {
             if (t.shape.dim != 2) return NEITHER;
             std::swap(t.shape.size[0], t.shape.size[1]);
             std::swap(t.stride[0], t.stride[1]);
+            if (b.d->turned[i] == RESHAPED) {
+                if (!t.contiguous) return NEITHER;
+                t.stride[0] = t.shape.size[1], t.stride[1] = 1;
+            }
             t.look_at_strides();
         }
         is_across |= is_read(*weight.d, BY_ROWS, weight.d->slot[i]) && lies_across(t);

@@ -1,10 +1,11 @@
-// The ops on the state of delayed scaling (library/delayed.py). The kernels in delayed_scaling.cpp trust
-// every size, so each op checks all of them first.
-#include <atomic>
+// The ops on the state of delayed scaling (library/delayed.py): few numbers, for which torch would need about
+// twenty calls.
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
 
+#include "../denormals.h"
 #include "steps.h"
 
 namespace ops {
@@ -13,14 +14,55 @@ namespace {
 
 constexpr i64 LARGEST_MARGIN = 1000;
 
-// Adds the maxima of a list of vectors. Returns the number of their elements, or -1 if one is not a vector.
-i64 add_maxima(Arguments& call, int i, std::vector<Maxima>& pieces) {
-    std::vector<Tensor> amax;
-    if (!call.tensors(i, amax)) return -1;
+// As torch.maximum: a NaN stays.
+float larger(float a, float b) { return a != a || a > b ? a : b; }
+
+// The state of a layer. Its columns are the tensors of the forward pass, then the gradients.
+struct State {
+    float *scale, *history;  // (columns), (length or more, columns)
+    i64* steps;              // (2)
+    const float* cell;       // (gradients)
+    i64 cell_step, step;
+    i64 length, columns, gradients;
+};
+
+// Moves the history up by one row, and computes new scales.
+void begin_step(const State& s, bool most_recent, const float* largest, float divisor) {
+    if (s.cell_step > s.steps[1]) {
+        float* gradients = s.history + s.columns - s.gradients;
+        for (i64 i = 0; i < s.gradients; i++) gradients[i] = larger(gradients[i], s.cell[i]);
+    }
+    for (i64 i = 0; i < s.columns; i++) {
+        float amax = s.history[i];
+        for (i64 r = 1; r < (most_recent ? 1 : s.length); r++)
+            amax = larger(amax, s.history[r * s.columns + i]);
+        float scale = ((1.0f / amax) * largest[i]) / divisor;
+        if (std::isinf(scale)) scale = FLT_MAX;
+        if (amax > 0 && std::isfinite(amax)) s.scale[i] = scale;
+    }
+    // The rows move up by one, the first to the end. Then row 0 becomes empty: a new step begins.
+    std::rotate(s.history, s.history + s.columns, s.history + s.length * s.columns);
+    std::fill(s.history, s.history + s.columns, 0.0f);
+    s.steps[0] = s.step;
+    s.steps[1] = std::max(s.steps[1], s.cell_step);
+}
+
+// Writes maxima one after the other to `target`; with `keep_larger` the larger of each maximum and the number
+// that is there.
+void fold(float* target, bool keep_larger, const std::vector<Tensor>& amax) {
+    for (const Tensor& t : amax)
+        for (i64 i = 0; i < t.shape.size[0]; i++, target++) {
+            const float value = ((const float*)t.data)[i];
+            *target = keep_larger ? larger(*target, value) : value;
+        }
+}
+
+// Reads a list of vectors. Returns the number of their elements, or -1 if one is not a vector.
+i64 read_maxima(Arguments& call, int i, std::vector<Tensor>& amax) {
     i64 count = 0;
+    if (!call.tensors(i, amax)) return -1;
     for (const Tensor& t : amax) {
         if (!t.is(FLOAT32) || t.shape.dim != 1) return -1;
-        pieces.push_back({(const float*)t.data, t.shape.size[0]});
         count += t.shape.size[0];
     }
     return count;
@@ -33,21 +75,8 @@ void bump_version(const Tensor& t) { (void)torch.aoti_torch_copy_(t.handle, t.ha
 }  // namespace
 
 bool delayed_begin(Arguments& call, Tensors& results) {
-    enum {
-        SCALE,
-        HISTORY,
-        STEPS,
-        CELL,
-        CELL_STEP,
-        STEP,
-        ADVANCE,
-        LENGTH,
-        ALGORITHM,
-        MARGIN,
-        LARGEST,
-        ROWS_GIVEN
-    };
-    enum { NEW_SCALE = ROWS_GIVEN + 1, REPORT, KEPT };
+    enum { SCALE, HISTORY, STEPS, CELL, CELL_STEP, STEP, ADVANCE, LENGTH };
+    enum { ALGORITHM = LENGTH + 1, MARGIN, LARGEST, ROWS_GIVEN, NEW_SCALE, REPORT, KEPT };
     Tensor scale, history, steps, cell, cell_step, step;
     if (call.has(ROWS_GIVEN) || call.has(NEW_SCALE)) return false;  // of a recipe of the user
     if (!call.tensor(SCALE, scale) || !scale.is(FLOAT32) || scale.shape.dim != 1) return false;
@@ -78,46 +107,53 @@ bool delayed_begin(Arguments& call, Tensors& results) {
         if (call.has(REPORT) && (call.flag(KEPT) || now)) return false;
         begins = begins && !(now & IN_BACKWARD);
     }
-    BeginArguments a{};
-    a.scale = (float*)scale.writable(), a.history = (float*)history.writable(),
-    a.steps = (i64*)steps.writable();
-    if (!a.scale || !a.history || !a.steps) return false;
-    a.cell = (const float*)cell.data, a.cell_step = (const i64*)cell_step.data,
-    a.step = (const i64*)step.data;
-    a.scales_out = (float*)results.add(scale.shape, FLOAT32);
-    a.steps_out = (i64*)results.add(steps.shape, INT64);
-    a.advance = begins, a.length = length, a.columns = columns, a.gradients = gradients;
-    a.most_recent = algorithm == "most_recent";
-    a.divisor = std::ldexp(1.0, int(margin));
-    kernels.begin(&a, largest.data());
-    if (begins) bump_version(scale);
+    const State state{(float*)scale.writable(),
+                      (float*)history.writable(),
+                      (i64*)steps.writable(),
+                      (const float*)cell.data,
+                      *(const i64*)cell_step.data,
+                      *(const i64*)step.data,
+                      length,
+                      columns,
+                      gradients};
+    if (!state.scale || !state.history || !state.steps) return false;
+    auto* scales = (float*)results.add(scale.shape, FLOAT32);
+    auto* ticket = (i64*)results.add(steps.shape, INT64);
+    if (begins) {
+        const KeepDenormals scope;
+        begin_step(state, algorithm == "most_recent", largest.data(), float(std::ldexp(1.0, int(margin))));
+        bump_version(scale);
+    }
+    std::copy(state.scale, state.scale + columns, scales);
+    std::copy(state.steps, state.steps + 2, ticket);
     return true;
 }
 
 bool record_amax(Arguments& call, Tensors&) {
     Tensor history;
-    std::vector<Maxima> pieces;
-    const i64 first = call.word(2), count = add_maxima(call, 1, pieces);
+    std::vector<Tensor> amax;
+    const i64 first = call.word(2), count = read_maxima(call, 1, amax);
     if (count < 0 || !call.tensor(0, history) || !history.is(FLOAT32) || history.shape.dim != 2) return false;
     if (history.shape.size[0] < 1 || first < 0 || first > history.shape.size[1] - count) return false;
     if (situation() & IN_BACKWARD) return true;  // a checkpoint calls the layer again
     auto* row = (float*)history.writable();
-    if (!row) return false;
-    kernels.record(row + first, pieces.data(), i64(pieces.size()));
-    return true;
+    if (row) fold(row + first, true, amax);
+    return row;
 }
 
 bool record_gradient_amax(Arguments& call, Tensors&) {
     Tensor cell, cell_step, ticket;
-    std::vector<Maxima> pieces;
+    std::vector<Tensor> amax;
     if (!call.tensor(1, cell_step) || !cell_step.is_vector(INT64, 1)) return false;
     if (!call.tensor(3, ticket) || !ticket.is_vector(INT64, 2)) return false;
-    const i64 count = add_maxima(call, 2, pieces);
+    const i64 count = read_maxima(call, 2, amax);
     if (count < 1 || !call.tensor(0, cell) || !cell.is_vector(FLOAT32, count)) return false;
     auto* values = (float*)cell.writable();
-    auto* number = (i64*)cell_step.writable();
-    if (!values || !number) return false;
-    kernels.record_gradient(values, number, (const i64*)ticket.data, pieces.data(), i64(pieces.size()));
+    auto* last = (i64*)cell_step.writable();
+    const auto* given = (const i64*)ticket.data;
+    if (!values || !last) return false;
+    fold(values, *last > given[1], amax);
+    *last = std::max(*last, given[0]);
     return true;
 }
 
