@@ -49,6 +49,7 @@ _MOST_TEXTS = 16384
 """Texts of a kind that are described; C++ holds their descriptions as long as the process lives."""
 _QUANTIZERS: dict[str, CDescription] = {}
 _PLANS: dict[tuple[Any, str], Any] = {}
+_CPU = torch.device("cpu")
 _FEW_ROWS, _DECODE = 1, 2
 _IN_BACKWARD, _MAY_RUN_AGAIN = 1, 2
 
@@ -162,7 +163,6 @@ def _choice_of(problem: CProblem) -> int:
     """Return who computes a product: bits of the backends, first the preferred one."""
     # Only a product needs the backends.
     from qtensor.kernels.products import choice  # noqa: PLC0415
-    from qtensor.kernels.products.problem import Problem, sides  # noqa: PLC0415
 
     a_shape, b_shape = (problem.a_rows, problem.a_cols), (problem.b_rows, problem.b_cols)
     texts, layout = (_text_at(problem.a), _text_at(problem.b)), LAYOUTS[problem.layout]
@@ -170,13 +170,11 @@ def _choice_of(problem: CProblem) -> int:
     check_operands(left, a_shape, right, b_shape, layout)
     n = b_shape[0] if layout == "TN" else b_shape[1]
     bias = None if problem.bias_dtype < 0 else ((n,), DTYPES[problem.bias_dtype])
-    a, b = sides(
-        (texts[0], a_shape, DTYPES[problem.a_dtype]),
-        (texts[1], b_shape, DTYPES[problem.b_dtype]),
-        layout,
-    )
-    chosen = choice.choose(Problem(a, b, layout, DTYPES[problem.dtype], bias, "cpu"))
-    first, *others = chosen.runners
+    first, *others = choice.choice_of((
+        *(texts[0], a_shape, DTYPES[problem.a_dtype]),
+        *(texts[1], b_shape, DTYPES[problem.b_dtype]),
+        *(layout, DTYPES[problem.dtype], _CPU, False, bias),
+    )).runners
     if first.name == "reference":
         return _DECODE
     if first.name != "few_rows" or first.mirrored is not None:

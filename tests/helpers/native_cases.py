@@ -230,6 +230,14 @@ def loaded(library: native.Library) -> Iterator[None]:
                 native_ops.serve(usual)
 
 
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    """Compute without native kernels."""
+    with native_ops.left_to_python(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: "switched off by the test")
+        yield
+
+
 # ---- random cases ------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from qtensor.kernels.products import choice
 from tests.kernels.test_gemm import assert_product, values
 from tests.kernels.test_gemm_cutlass_operands import SQUARE, oriented, pair, quantize
 
-pytestmark = pytest.mark.usefixtures("native_kernels", "libraries")
+pytestmark = pytest.mark.usefixtures("native_kernels", "libraries", "in_python")
 HOPPER, BLACKWELL, ADA, AMPERE, VOLTA = (9, 0), (10, 0), (8, 9), (8, 0), (7, 0)
 
 

@@ -133,14 +133,12 @@ def test_a_format_outside_the_list_falls_to_the_reference(
     q = codec.quantize(x)
     assert served == [False]
     twice = BY_NAME["mxfp8"].quantize(x * 2)
-    assert served[-1]
     assert_same_bytes(q._rowwise_data, twice._rowwise_data)
     assert_same_bytes(q._rowwise_scale_inv, twice._rowwise_scale_inv)
     served.clear()
     values = q.dequantize()
     assert served == [False]
     assert_same_bytes(values, twice.dequantize())
-    assert served[-1]
 
 
 def test_nothing_is_written_where_the_reference_has_to() -> None:
@@ -395,9 +393,8 @@ def test_noop_flag(case: FormatCase, served: list[bool]) -> None:
     q.quantize_(y, noop_flag=torch.tensor([0.0]))
     want = by_reference(q.quantizer, y, **call_of(case, {}))
     assert_same_buffers(q.quantizer, _with_amax(q, q.buffers()), _with_amax(q, want))
-    # The kernels for small tensors may decline the first call.
-    assert served.count(True) == 3
-    assert served[-2:] == [True, True]
+    # With the flag, Python quantizes to fresh buffers.
+    assert served == [True, True]
 
 
 def _with_amax(q: Any, buffers: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -102,9 +102,7 @@ def sanitizer() -> str:
 def sanitized(spec: BuildSpec) -> BuildSpec:
     """The same sources with checks in place of speed, under another name in the cache."""
     units = tuple(
-        dataclasses.replace(
-            unit, flags=(*(f for f in unit.flags if f not in ("-O2", "-O3")), *FLAGS)
-        )
+        dataclasses.replace(unit, flags=(*(f for f in unit.flags if f[:2] != "-O"), *FLAGS))
         for unit in spec.units
     )
     link = (*spec.link_flags, FLAGS[0])

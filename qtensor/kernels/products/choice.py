@@ -183,7 +183,7 @@ def multiply_(out: Tensor, product: Product) -> None:
         pair = pair._replace(b=rows, b_quantizer=twin.canonical, b_shape=pair.b_shape[::-1])
         product = product._replace(operands=pair, layout="TN")
     key = _key(out, product)
-    choice = _CHOICES.get(key) or _remember(key)
+    choice = choice_of(key)
     if choice.missing is not None and backend == "auto":
         _warn(choice)
     refusals = []
@@ -209,7 +209,7 @@ def accumulate_(out: Tensor, product: Product) -> bool:
     if out.dtype != torch.float32:
         return False
     key, pair = _key(out, product), product.operands
-    runner = (_CHOICES.get(key) or _remember(key)).runners[0]
+    runner = choice_of(key).runners[0]
     return runner.name == "cutlass" and runner(out, pair.a, pair.b, None, 1.0) is None
 
 
@@ -239,8 +239,11 @@ def _key(out: Tensor, product: Product) -> tuple[Any, ...]:
     )
 
 
-def _remember(key: Any) -> GemmChoice:
-    """Return the choice for a call that is seen for the first time, and keep it."""
+def choice_of(key: Any) -> GemmChoice:
+    """Return the choice for a call, of which ``_key`` returns all that it depends on."""
+    known = _CHOICES.get(key)
+    if known is not None:
+        return known
     if len(_CHOICES) >= _MOST_CHOICES:
         _CHOICES.clear()
     return _CHOICES.setdefault(key, choose(_problem_of(key)))
