@@ -36,11 +36,10 @@ from qtensor.kernels.cpu.descriptions import (
     CForwardPlan,
     CPlannedOperand,
     CProblem,
+    CTwin,
     describe,
     describe_twin,
-    twin_of,
 )
-from qtensor.kernels.products import LISTENERS
 from qtensor.library.define import BODIES, SCHEMAS
 from qtensor.library.gemm import LAYOUTS, check_operands
 from qtensor.library.recomputation import may_run_again
@@ -48,7 +47,7 @@ from qtensor.library.recomputation import may_run_again
 _MOST_TEXTS = 16384
 """Texts of a kind that are described; C++ holds their descriptions as long as the process lives."""
 _QUANTIZERS: dict[str, CDescription] = {}
-_PLANS: dict[tuple[Any, str], Any] = {}
+_MADE: dict[tuple[Any, str], Any] = {}
 _CPU = torch.device("cpu")
 _FEW_ROWS, _DECODE = 1, 2
 _IN_BACKWARD, _MAY_RUN_AGAIN = 1, 2
@@ -57,36 +56,28 @@ _IN_BACKWARD, _MAY_RUN_AGAIN = 1, 2
 # ---- what C++ asks
 
 
-def _described(canonical: str) -> CDescription | None:
-    """Return the description of a canonical text; None if C++ does not serve its format."""
-    try:
-        return _QUANTIZERS[canonical]
-    except KeyError:
-        pass
-    quantizer = parse(canonical)
-    made = describe(quantizer) if len(_QUANTIZERS) < _MOST_TEXTS else None
-    if made is None:
-        return None
-    description = _QUANTIZERS.setdefault(canonical, made)
-    twin = twin_of(quantizer)
-    other = None if twin is None else _described(twin.canonical)
-    if other is not None:
-        describe_twin(description, other, quantizer)
-    return description
-
-
 def _address(canonical: str) -> int | None:
-    """Return the address of a description; None for "".
+    """Return the address of the description of a canonical text; None for "".
 
     Raises:
         QTensorError: C++ does not serve the format, or nothing has this text.
     """
     if not canonical:
         return None
-    description = _described(canonical)
+    description = _QUANTIZERS.get(canonical)
     if description is None:
-        raise QTensorError(canonical)
+        description = describe(parse(canonical)) if len(_QUANTIZERS) < _MOST_TEXTS else None
+        if description is None:
+            raise QTensorError(canonical)
+        description = _QUANTIZERS.setdefault(canonical, description)
     return ctypes.addressof(description)
+
+
+def _twin(canonical: str) -> CTwin:
+    quantizer = parse(canonical)
+    address = _address(quantizer.transpose_plan[0].canonical)
+    assert address is not None  # noqa: S101 - only "" has none
+    return describe_twin(quantizer, address)
 
 
 def _planned(canonical: str, kept: str) -> CPlannedOperand:
@@ -122,19 +113,20 @@ def _backward_plan(text: str) -> CBackwardPlan:
     return CBackwardPlan(*map(_address, texts), *dtypes, plan.bias)
 
 
-def _plan(make: Callable[[str], Any], text: str) -> int | None:
+def _made(make: Callable[[str], Any], text: str) -> int | None:
     key = make, text
-    if key not in _PLANS:
-        if len(_PLANS) >= _MOST_TEXTS:
+    if key not in _MADE:
+        if len(_MADE) >= _MOST_TEXTS:
             return None
-        _PLANS.setdefault(key, make(text))
-    return ctypes.addressof(_PLANS[key])
+        _MADE.setdefault(key, make(text))
+    return ctypes.addressof(_MADE[key])
 
 
 _KINDS: tuple[Callable[[str], int | None], ...] = (
     _address,
-    functools.partial(_plan, _forward_plan),
-    functools.partial(_plan, _backward_plan),
+    functools.partial(_made, _twin),
+    functools.partial(_made, _forward_plan),
+    functools.partial(_made, _backward_plan),
 )
 """By `enum Kind` of register.cpp."""
 
@@ -301,7 +293,6 @@ def _register() -> None:
         packet = getattr(torch.ops.qtensor, name)
         for op in (packet, packet.default):
             op._op = _raising(op._op)
-    LISTENERS.append(handle.qtensor_ops_forget)
 
 
 @contextlib.contextmanager

@@ -86,22 +86,6 @@ def test_sizes_that_do_not_meet():
         F.linear(torch.randn(2, K + 1), q)
 
 
-@formats
-def test_calls_do_not_enter_python(case, monkeypatch):
-    if native_ops.library() is None:
-        pytest.skip(reason="no compiler for the C++ kernels")
-    q = weight_of(case)
-    x = torch.randn(2, 3, K).bfloat16()
-    strided = torch.randn(5, 2 * K).bfloat16()[:, :K]
-    with torch.no_grad():
-        for source in (x, strided):
-            with native_ops.left_to_python():
-                wanted = F.linear(source, q)
-            with monkeypatch.context() as patch:
-                patch.setitem(FILLS, "weight_gemm", lambda *_: pytest.fail("the Python kernel"))
-                same(F.linear(source, q), wanted)
-
-
 def large(case: FormatCase, **options):
     """A weight of more elements than the ops decode to floats."""
     generator = torch.Generator().manual_seed(4)

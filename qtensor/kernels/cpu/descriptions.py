@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from qtensor.core.errors import QTensorError
 from qtensor.core.formats import Slot
 from qtensor.kernels.cpu.buffers import POSITION_OF, is_columnwise, position_of_row_factors
 from qtensor.kernels.cpu.structs import FORMATS, CQuantizer, c_quantizer
@@ -60,14 +59,11 @@ class CDescription(ctypes.Structure):
         ("rows_of_factors", ctypes.c_int32),
         ("slot", CSlot * _MAX_SLOTS),
         ("text", ctypes.c_char_p),
-        ("twin", ctypes.c_void_p),
-        ("source", ctypes.c_int32 * _MAX_SLOTS),
-        ("turned", ctypes.c_int32 * _MAX_SLOTS),
     )
 
 
 def describe(quantizer: Any) -> CDescription | None:
-    """Return the description of a quantizer without its twin, or None if C++ does not serve it."""
+    """Return the description of a quantizer, or None if C++ does not serve its format."""
     slots = quantizer.slots
     if quantizer.format not in FORMATS or len(slots) > _MAX_SLOTS:
         return None
@@ -98,22 +94,30 @@ def _slot(slot: Slot) -> CSlot:
     return CSlot(POSITION_OF[slot.name], DTYPES.index(slot.dtype), len(dims), array)
 
 
-def describe_twin(description: CDescription, twin: CDescription, quantizer: Any) -> None:
-    """Tell a description how the transpose of a matrix views its buffers."""
+class CTwin(ctypes.Structure):
+    """`struct Twin`."""
+
+    _fields_ = (
+        ("d", ctypes.c_void_p),
+        ("source", ctypes.c_int32 * _MAX_SLOTS),
+        ("turned", ctypes.c_int32 * _MAX_SLOTS),
+    )
+
+
+def describe_twin(quantizer: Any, address: int) -> CTwin:
+    """Return how the transpose of a matrix views its buffers.
+
+    Args:
+        quantizer: of the matrix.
+        address: of the description of the transpose's quantizer.
+    """
+    twin = CTwin(d=address)
     names = [slot.name for slot in quantizer.slots]
     for i, (_, source, view) in enumerate(quantizer.transpose_plan[1]):
-        description.source[i] = names.index(source)
+        twin.source[i] = names.index(source)
         # The view of swizzled factors has their bytes, in the reverse shape.
-        description.turned[i] = 0 if view is None else 1 if view is torch.t else 2
-    description.twin = ctypes.addressof(twin)
-
-
-def twin_of(quantizer: Any) -> Any:
-    """Return the quantizer of the transpose of a matrix, or None if a matrix has none."""
-    try:
-        return quantizer.transpose_plan[0]
-    except QTensorError:
-        return None
+        twin.turned[i] = 0 if view is None else 1 if view is torch.t else 2
+    return twin
 
 
 class CPlannedOperand(ctypes.Structure):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.core.quantizer_registry import parse, transposed
-from qtensor.kernels.products import LISTENERS
 from qtensor.kernels.products.dequant import Dequant
 from qtensor.kernels.products.dot_products import DotProducts
 from qtensor.kernels.products.few_rows import FewRows
@@ -154,8 +153,6 @@ def reset() -> None:
     """Forget choices: after kernels were built or removed, or others were measured to be faster."""
     choose.cache_clear()
     _CHOICES.clear()
-    for listener in LISTENERS:
-        listener()
 
 
 # ---- running

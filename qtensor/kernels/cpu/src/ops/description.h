@@ -22,8 +22,6 @@ struct Slot {
 constexpr int SHARED = 8, POSITIONS = 11;
 enum Direction { OWN = 0, BY_ROWS = 1, BY_COLUMNS = 2 };
 
-enum Turned { AS_IT_IS = 0, TRANSPOSED = 1, RESHAPED = 2 };
-
 // A quantizer.
 struct Description {
     CQuantizer quantizer;
@@ -33,9 +31,13 @@ struct Description {
     i32 rows_of_factors;  // position of factors with a line for each row and lines of padding behind, or -1
     Slot slot[MAX_SLOTS];
     const char* text;  // for Python
-    // The transpose of a matrix is one of the quantizer `twin`, whose slot i views the buffer of slot
-    // source[i], as turned[i] says. Null if it cannot be transposed.
-    const Description* twin;
+};
+
+// The transpose of a matrix is one of another quantizer, whose slot i views the buffer of slot source[i], as
+// turned[i] says.
+enum Turned { AS_IT_IS = 0, TRANSPOSED = 1, RESHAPED = 2 };
+struct Twin {
+    const Description* d;
     i32 source[MAX_SLOTS], turned[MAX_SLOTS];
 };
 
@@ -70,6 +72,7 @@ enum Situation { IN_BACKWARD = 1, HAS_SAVING_HOOKS = 2 };
 
 // Return what Python describes, or null if it describes no such text. The result is never freed.
 const Description* quantizer_of(std::string_view text);
+const Twin* twin_of(const Description& d);
 const ForwardPlan* forward_plan_of(std::string_view text);
 const BackwardPlan* backward_plan_of(std::string_view text);
 i32 choose(const Problem& problem);

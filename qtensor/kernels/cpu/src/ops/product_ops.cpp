@@ -87,17 +87,18 @@ bool lies_across(const Tensor& t) {
 
 // The transpose of a matrix, as views of its buffers.
 Reach transpose(const Operand& b, Weight& weight) {
-    weight.d = b.d->twin;
-    if (!weight.d || b.buffers.empty()) return NEITHER;
+    const Twin* twin = twin_of(*b.d);
+    if (!twin || b.buffers.empty()) return NEITHER;
+    weight.d = twin->d;
     std::vector<Tensor> views;
     bool is_across = false;
     for (i32 i = 0; i < weight.d->slots; i++) {
-        Tensor t = b.buffers[b.first + size_t(b.d->source[i])];
-        if (b.d->turned[i]) {
+        Tensor t = b.buffers[b.first + size_t(twin->source[i])];
+        if (twin->turned[i]) {
             if (t.shape.dim != 2) return NEITHER;
             std::swap(t.shape.size[0], t.shape.size[1]);
             std::swap(t.stride[0], t.stride[1]);
-            if (b.d->turned[i] == RESHAPED) {
+            if (twin->turned[i] == RESHAPED) {
                 if (!t.contiguous) return NEITHER;
                 t.stride[0] = t.shape.size[1], t.stride[1] = 1;
             }

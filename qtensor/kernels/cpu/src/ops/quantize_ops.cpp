@@ -6,44 +6,10 @@
 
 namespace ops {
 
-// ---- scratch memory: blocks that a thread keeps. A scope ends where it began, so that scopes can be nested.
-
-namespace {
-
-struct Block {
-    std::unique_ptr<char, void (*)(void*)> memory;
-    size_t size;
-};
-constexpr size_t LEAST_BLOCK = 1 << 18, ALIGNMENT = 64;
-thread_local std::vector<Block> blocks;
-thread_local size_t block_in_use = 0, bytes_in_use = 0;
-
-}  // namespace
-
-Scratch::Scratch() : block_(block_in_use), used_(bytes_in_use) {}
-
-Scratch::~Scratch() {
-    block_in_use = block_;
-    bytes_in_use = used_;
-}
-
 void* Scratch::get(i64 bytes) {
-    const size_t size = (size_t(bytes) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    while (block_in_use < blocks.size() && bytes_in_use + size > blocks[block_in_use].size) {
-        block_in_use++;
-        bytes_in_use = 0;
-    }
-    if (block_in_use == blocks.size()) {
-        const size_t whole = size > LEAST_BLOCK ? size : LEAST_BLOCK;
-        blocks.reserve(blocks.size() + 1);
-        auto* memory = (char*)std::aligned_alloc(ALIGNMENT, whole);
-        if (!memory) throw std::bad_alloc();
-        blocks.push_back({{memory, std::free}, whole});
-        bytes_in_use = 0;
-    }
-    void* at = blocks[block_in_use].memory.get() + bytes_in_use;
-    bytes_in_use += size;
-    return at;
+    pieces_.emplace_back(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64), std::free);
+    if (!pieces_.back()) throw std::bad_alloc();
+    return pieces_.back().get();
 }
 
 // ---- buffers

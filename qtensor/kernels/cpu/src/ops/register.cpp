@@ -17,7 +17,7 @@ Kernels kernels;
 namespace {
 
 // Functions of native_ops.py. `describe` returns the address of what a text of a kind means, or null.
-enum Kind { QUANTIZER, FORWARD_PLAN, BACKWARD_PLAN, KINDS };
+enum Kind { QUANTIZER, TWIN, FORWARD_PLAN, BACKWARD_PLAN, KINDS };
 struct Python {
     const void* (*describe)(i32 kind, const char* text);
     i32 (*choose)(const Problem* problem);
@@ -25,7 +25,6 @@ struct Python {
 };
 Python python;
 std::atomic<bool> enabled{true};
-std::atomic<i64> generation{0};  // grows when choices must be forgotten
 
 // ---- what this thread knows. Python keeps the descriptions for ever, so threads need no lock, and the child
 // of a fork goes on with what its thread knows.
@@ -41,7 +40,8 @@ const void* meaning(Kind kind, std::string_view text) {
     const auto entry = known[kind].find(text);
     if (entry != known[kind].end()) return entry->second;
     const std::string copy(text);
-    const void* found = python.describe(kind, copy.c_str());
+    const bool is_c_string = copy.find('\0') == std::string::npos;
+    const void* found = is_c_string ? python.describe(kind, copy.c_str()) : nullptr;
     known[kind].emplace(copy, found);
     return found;
 }
@@ -52,11 +52,7 @@ struct ProblemHash {
     }
 };
 constexpr size_t MOST_CHOICES = 4096;
-struct Choices {
-    std::unordered_map<Problem, i32, ProblemHash> of;
-    i64 generation = 0;
-};
-thread_local Choices choices;
+thread_local std::unordered_map<Problem, i32, ProblemHash> choices;
 
 // What the Python kernel that this thread called last has raised.
 thread_local bool has_failed = false;
@@ -67,6 +63,7 @@ thread_local std::string failure;
 const Description* quantizer_of(std::string_view text) {
     return (const Description*)meaning(QUANTIZER, text);
 }
+const Twin* twin_of(const Description& d) { return (const Twin*)meaning(TWIN, d.text); }
 const ForwardPlan* forward_plan_of(std::string_view text) {
     return (const ForwardPlan*)meaning(FORWARD_PLAN, text);
 }
@@ -75,14 +72,10 @@ const BackwardPlan* backward_plan_of(std::string_view text) {
 }
 
 i32 choose(const Problem& problem) {
-    const i64 now = generation;
-    if (choices.generation != now || choices.of.size() >= MOST_CHOICES) choices.of.clear();
-    choices.generation = now;
-    const auto entry = choices.of.find(problem);
-    if (entry != choices.of.end()) return entry->second;
-    const i32 choice = python.choose(&problem);
-    choices.of.emplace(problem, choice);
-    return choice;
+    const auto entry = choices.find(problem);
+    if (entry != choices.end()) return entry->second;
+    if (choices.size() >= MOST_CHOICES) choices.clear();
+    return choices[problem] = python.choose(&problem);
 }
 
 i32 situation() { return python.situation(); }
@@ -193,6 +186,3 @@ EXPORT void qtensor_ops_fail(const char* text) {
 
 // Sets whether C++ serves calls. Returns the former setting.
 EXPORT int qtensor_ops_enable(int on) { return ops::enabled.exchange(on != 0); }
-
-// Forgets who computes which product.
-EXPORT void qtensor_ops_forget() { ops::generation++; }

@@ -12,14 +12,11 @@ constexpr i64 MAX_LOGICAL_DIM = 8;
 // (native.py: ONE_THREAD); beyond it they compute for so long that the time of Python does not matter.
 constexpr i64 MOST = 1 << 19;
 
-// Memory of this thread until the end of the scope.
+// Memory until the end of the scope, at multiples of 64 bytes.
 class Scratch {
-    size_t block_, used_;  // where the memory of an outer scope ends
+    std::vector<std::unique_ptr<void, void (*)(void*)>> pieces_;
 
 public:
-    Scratch();
-    ~Scratch();
-    Scratch(const Scratch&) = delete;
     void* get(i64 bytes);
     float* floats(i64 count) { return (float*)get(count * i64(sizeof(float))); }
 };
