@@ -20,7 +20,7 @@ QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_T
 # forbids Python to write its bytecode; an empty variable allows it.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 
-CPP_SOURCES = $(wildcard qtensor/kernels/cpu/src/*.h qtensor/kernels/cpu/src/*.cpp)
+CPP_SOURCES = $(wildcard $(foreach folder,src src/ops,qtensor/kernels/cpu/$(folder)/*.h qtensor/kernels/cpu/$(folder)/*.cpp))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-project test-all lint format docs docs-check check-kernels bench overhead wheel clean

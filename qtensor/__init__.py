@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtensor.api import dequantize, formats, quantize, quantizer
 from qtensor.core.errors import ArgumentTypeError, DtypeError, QTensorError, UnsupportedError
-from qtensor.core.quantizer_registry import parse
 from qtensor.core.version import __version__
-from qtensor.library.define import OBSERVERS
 from qtensor.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -125,13 +123,12 @@ for _name in (
     "gradient",
     "grouped",
     "linear",
+    "native_ops",
     "norm",
     "pointwise",
 ):
     importlib.import_module(f"qtensor.library.{_name}")
-# C++ answers small CPU calls that come again; QTENSOR_SMALL_CALLS=0 leaves it out.
-importlib.import_module("qtensor.kernels.cpu.small_calls").install(OBSERVERS, parse)
-del _name, OBSERVERS, parse
+del _name
 
 # Loaded at first use, so that quantizing tensors does not import the training stack.
 _LAZY = {

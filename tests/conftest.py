@@ -16,6 +16,7 @@ import torch
 from ranks import Ranks
 
 from qtensor.kernels.cpu import native
+from qtensor.library.native_ops import left_to_python
 
 CELLS = pytest.StashKey[list[pytest.Item]]()
 """All collected cells, with the marks of their tiers."""
@@ -100,6 +101,13 @@ def native_kernels() -> None:
     own.
     """
     native.library()
+
+
+@pytest.fixture
+def in_python() -> Iterator[None]:
+    """Leave ops to their Python kernels, which ask the tables that a test replaces."""
+    with left_to_python():
+        yield
 
 
 @pytest.fixture(scope="session")

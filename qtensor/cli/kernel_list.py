@@ -42,11 +42,11 @@ def current_libraries() -> tuple[dict[Path, str], str | None]:
     try:
         chosen = sources.choose_isa()
         paths = {isa: library_path(sources.build_spec(isa)) for isa in sources.ISAS}
-        calls = sources.small_calls_build_spec()
+        ops = sources.ops_build_spec()
     except QTensorError as error:
         return {}, str(error)
     states = {path: "in use" if isa == chosen else "current" for isa, path in paths.items()}
-    return states | {library_path(calls): "in use"}, None
+    return states | {library_path(ops): "in use"}, None
 
 
 def row(entry: Built, current: dict[Path, str], *, known: bool) -> tuple[str, ...]:

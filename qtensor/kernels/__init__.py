@@ -119,28 +119,8 @@ def explain(quantizer: Any, dtype: torch.dtype = torch.bfloat16, device: str = "
         device: "cpu", "cuda", ...
 
     Returns:
-        "mxfp8 from torch.bfloat16 on cpu: native", or "...: reference (why)". Where native kernels
-        serve a CPU, a second line says which calls C++ answers before Python is entered
-        (``small_calls``), or why it answers none.
+        "mxfp8 from torch.bfloat16 on cpu: native", or "...: reference (why)".
     """
     from qtensor.kernels import table  # noqa: PLC0415 - it imports this
 
-    line = table.explain(quantizer, dtype, device)
-    if device != "cpu" or not table.serves(quantizer, dtype, device):
-        return line
-    return f"{line}\n  small_calls: {_explain_small_calls()}"
-
-
-def _explain_small_calls() -> str:
-    """Return which calls of ``quantize`` on a CPU C++ answers, or why it answers none."""
-    from qtensor.kernels.cpu import native  # noqa: PLC0415 - it imports this
-    from qtensor.kernels.cpu.small_calls import answers, is_enabled  # noqa: PLC0415
-
-    if not is_enabled():
-        return "switched off by QTENSOR_SMALL_CALLS=0"
-    if answers.library() is None:
-        return "not built; run: qtensor kernels build"
-    return (
-        f"C++ answers calls on up to {native.ONE_THREAD} elements without Python, "
-        "from the third equal call on"
-    )
+    return table.explain(quantizer, dtype, device)

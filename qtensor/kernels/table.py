@@ -11,7 +11,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import QuantizerLike
-from qtensor.kernels.cpu import native, state
+from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
 from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton.calls import quantize_ as triton_quantize_
@@ -69,13 +69,6 @@ FLOATS: dict[str, dict[str, Callable[..., bool]]] = {"cpu": CPU_FLOATS, "cuda": 
 A kernel returns False, with nothing written, if it does not serve the call.
 """
 
-STATE: dict[str, Callable[..., bool]] = {
-    "delayed_begin_": state.begin_,
-    "record_amax_": state.record_,
-    "record_gradient_amax_": state.record_gradient_,
-}
-"""Op on the state of delayed scaling -> its native function, which checks that it can serve."""
-
 
 def floats_(name: str, device_type: str, *args: object) -> bool:
     """Write the outputs of an op over plain tensors by the kernels of a device type.
@@ -85,15 +78,6 @@ def floats_(name: str, device_type: str, *args: object) -> bool:
     """
     kernel = FLOATS.get(device_type, {}).get(name)
     return kernel is not None and kernel(*args)
-
-
-def state_(name: str, *args: object) -> bool:
-    """Run an op on the state of delayed scaling in native code.
-
-    Returns:
-        False, with nothing written, if native code does not serve the call.
-    """
-    return STATE[name](*args)
 
 
 def _backend(t: Tensor) -> Backend | None:

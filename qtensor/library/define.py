@@ -19,12 +19,16 @@ below_autograd = torch_state.below_autograd
 """Context of the torch ops in a fill, which need no gradients."""
 
 BODIES: dict[str, Callable[..., Any]] = {}
-"""Functions that the dispatcher calls for real tensors, by op name."""
+"""The Python kernels of the ops, by op name."""
+
+SCHEMAS: dict[str, str] = {}
+"""The schemas of the ops, by op name."""
 
 FILLS: dict[str, Callable[..., None]] = {}
 """Op name -> ``fill(outputs, args)``.
 
-A test or a backend may replace an entry; schema and fake stay.
+A test or a backend may replace an entry; schema and fake stay. C++ serves most calls on a CPU and
+asks no fill (``native_ops.left_to_python``).
 """
 
 ON_THE_CPU = frozenset({
@@ -41,9 +45,6 @@ ON_THE_CPU = frozenset({
 
 ARGUMENTS: dict[str, type[NamedTuple]] = {}
 """Op name -> the NamedTuple of its arguments."""
-
-OBSERVERS: dict[str, Callable[[Any, Any], None]] = {}
-"""``observer(outputs, args)`` by op name, called after the op's body (``small_calls``)."""
 
 SymInt = Annotated[int, "SymInt"]
 """A size that may be symbolic in a graph."""
@@ -106,24 +107,15 @@ def leaf_op(
         tags: of the op.
     """
     listed = list(_arguments(arguments))
-    LIBRARY.define(_schema(name, listed, returns), tags=tuple(tags))
+    SCHEMAS[name] = _schema(name, listed, returns)
+    LIBRARY.define(SCHEMAS[name], tags=tuple(tags))
     bind = _binder(name, arguments, listed)
     FILLS[name], ARGUMENTS[name] = fill, arguments
 
-    def compute(bound: Arguments) -> Outputs:
+    def body(*args: object) -> Outputs:
+        bound = bind(*args)
         outputs = allocate(bound)
         FILLS[name](outputs, bound)
-        return outputs
-
-    def body(*args: object) -> Outputs:
-        return compute(bind(*args))
-
-    def observed_body(*args: object) -> Outputs:
-        bound = bind(*args)
-        outputs = compute(bound)
-        observer = OBSERVERS.get(name)
-        if observer is not None and FILLS[name] is fill:
-            observer(outputs, bound)
         return outputs
 
     def fake(*args: object) -> Outputs:
@@ -131,7 +123,7 @@ def leaf_op(
         return allocate(bind(*args))
 
     BODIES[name] = body
-    LIBRARY.impl(name, observed_body, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qtensor::{name}", fake, lib=LIBRARY)
     op: Callable[..., Outputs] = getattr(torch.ops.qtensor, name).default
     return op

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import check
-from qtensor.kernels import table
 from qtensor.library.define import (
     Written,
     WrittenOptional,
@@ -148,23 +147,13 @@ def _begin(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
     """Begin a step if there is a new one, and write its scales and its ticket."""
     advance = args.advance and not in_backward()
     before = args.steps.clone()
-    if not _begin_natively(outputs, args, advance):
-        _check_begin(args)
-        with below_autograd():
-            _begin_by_torch(outputs, args, advance)
+    _check_begin(args)
+    with below_autograd():
+        _begin_by_torch(outputs, args, advance)
     if not (torch.equal(before, args.steps) or args.scale.is_inference()):
         # A compiled region that a checkpoint computes again has saved the scales, not the factors
         # of its call. torch must refuse to compute it with later ones.
         torch.autograd.graph.increment_version(args.scale)
-
-
-def _begin_natively(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs, advance: bool) -> bool:
-    """Return False, with nothing written, if native code does not serve the call."""
-    if args.rows is not None or args.new_scale is not None:
-        return False
-    tensors = (args.scale, args.history, args.steps, args.cell, args.cell_step, args.step)
-    options = (args.length, args.algorithm, args.margin)
-    return table.state_("delayed_begin_", outputs, tensors, advance, options, args.largest)
 
 
 def _begin_by_torch(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs, advance: bool) -> None:
@@ -271,8 +260,6 @@ def _record_fill(_: None, args: RecordAmaxArgs) -> None:
     history, amax, first = args
     if in_backward():
         return
-    if table.state_("record_amax_", history, amax, first):
-        return
     op = "record_amax_"
     _check_tensors(op, torch.float32, history=(history, None))
     _check_history(op, history, 1)
@@ -316,8 +303,6 @@ class RecordGradientAmaxArgs(NamedTuple):
 
 def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
     cell, cell_step, amax, ticket = args
-    if table.state_("record_gradient_amax_", cell, cell_step, amax, ticket):
-        return
     op = "record_gradient_amax_"
     _check_tensors(op, torch.float32, cell=(cell, sum([t.numel() for t in amax])))
     _check_tensors(op, torch.int64, cell_step=(cell_step, 1), ticket=(ticket, 2))

@@ -167,6 +167,11 @@ def _run_of(pack: FunctionType) -> Run | None:
     return None
 
 
+def may_run_again() -> bool:
+    """Return whether a checkpoint may compute a call of now again, or does so now."""
+    return in_backward() or is_running() or _top_hooks(True) is not None
+
+
 def active_runs() -> list[Run]:
     """Return the runs of checkpoints in which this code is called."""
     if _top_hooks(True) is None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_process
 from compile_helpers import adversarial, assert_same, ordinary
-from formats import BY_NAME, FORMATS, FormatCase, formats
+from formats import BY_NAME, FormatCase, formats
 from torch import Tensor, nn
 from torch._export.verifier import SpecViolationError
 from torch.nn import functional

@@ -21,7 +21,7 @@ from qtensor.core.buffer_shapes import has_padding
 from qtensor.core.quantizer_registry import alloc_slots, by_name
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, sources
-from qtensor.kernels.cpu.small_calls.answers import left_to_python
+from qtensor.library import native_ops
 
 DOTS_HEADER = Path(__file__).parent / "bfloat16_dots.h"
 SHAPES = [
@@ -217,17 +217,24 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loaded(library: native.Library, *, small_calls: bool = False) -> Iterator[None]:
-    """Let the kernels of ``library`` serve.
-
-    C++ answers repeated calls with the kernels of the library that the process loaded first. So it
-    answers none here, unless ``small_calls``, for processes whose first library is this one.
-    """
-    with contextlib.ExitStack() as stack:
-        if not small_calls:
-            stack.enter_context(left_to_python())
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
+def loaded(library: native.Library) -> Iterator[None]:
+    """Let the kernels of ``library`` serve, in C++ and in Python."""
+    usual = native.library()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "library", lambda: library)
+        native_ops.serve(library)
+        try:
+            yield
+        finally:
+            if not isinstance(usual, str):
+                native_ops.serve(usual)
+
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    """Compute without native kernels."""
+    with native_ops.left_to_python(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: "switched off by the test")
         yield
 
 

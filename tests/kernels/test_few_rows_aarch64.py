@@ -18,6 +18,7 @@ from native_cases import loaded
 from qtensor.kernels.cpu import native, sources
 from qtensor.kernels.cpu.buffers import SHARED, buffer_layout
 from qtensor.kernels.cpu.structs import CQuantizer
+from qtensor.library.native_ops import left_to_python
 
 CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 HERE = Path(__file__).parent
@@ -92,7 +93,7 @@ def remote(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
 
     monkeypatch.setattr(native, "linear_", sized)
     monkeypatch.setattr(here, "linear", found.linear)
-    with loaded(here):
+    with loaded(here), left_to_python():
         yield found
     found.process.communicate(timeout=60)
     assert found.process.returncode == 0

@@ -16,16 +16,14 @@ from torch import Tensor
 
 import qtensor
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.small_calls import answers
 from qtensor.kernels.products import choice, dot_products, reference, tiles
+from qtensor.library import native_ops
 
 weights = pytest.mark.parametrize(
     ("fmt", "options"), WEIGHTS, ids=[f"{f}-{'-'.join(map(str, o.values()))}" for f, o in WEIGHTS]
 )
 SHAPES = ((1, 1), (1, 16), (5, 48), (48, 33), (130, 256))
 """Shapes (N, K) of small weights."""
-CALLS = 3
-"""C++ answers the third equal call."""
 
 
 def by_no_other_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,10 +45,9 @@ def test_small_weights(fmt: str, options: dict[str, Any], shape: tuple[int, int]
     want = oracle.product(x, w, bias)
     for rows, count in ((1, 1), (2, 3), (64, 4)):
         with threads(count):
-            for _ in range(CALLS):
-                got = qtensor.gemm(x[:rows], w, "TN", bias, dtype=torch.float32)
-                same_bits(got, want[:rows])
-                same_bits(F.linear(x[:rows], w, bias), want[:rows].bfloat16())
+            got = qtensor.gemm(x[:rows], w, "TN", bias, dtype=torch.float32)
+            same_bits(got, want[:rows])
+            same_bits(F.linear(x[:rows], w, bias), want[:rows].bfloat16())
     assert qtensor.explain(x, w).backend == "few_rows"
 
 
@@ -94,12 +91,10 @@ def test_parts_of_a_weight(fmt: str, options: dict[str, Any], monkeypatch: pytes
     for first, end in ((0, 128), (128, 384), (37, 41), (256, 257), (383, 384)):
         if first % step == 0 and (end % step == 0 or end == 384):
             part = w[first:end]
-            for _ in range(CALLS):
-                same_bits(F.linear(x, part), whole[:, first:end].contiguous())
+            same_bits(F.linear(x, part), whole[:, first:end].contiguous())
             turned = qtensor.gemm(part, x, "TN", dtype=x.dtype)
             same_bits(turned.t().contiguous(), F.linear(x, part))
-    for _ in range(CALLS):
-        same_bits(F.linear(narrow, w[:, 256:]), want)
+    same_bits(F.linear(narrow, w[:, 256:]), want)
 
 
 @weights
@@ -142,18 +137,17 @@ def test_other_dtypes_and_biases(fmt: str):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8", "fp8_rowwise", "nvfp4", "mxfp4", "fp8_blockwise"])
-def test_both_quantized_in_python_and_in_programs(name: str):
-    """Programs decode x without the factors of its rows, as Python does."""
+def test_both_quantized_in_python_and_in_cpp(name: str):
+    """C++ decodes x without the factors of its rows, as Python does."""
     torch.manual_seed(6)
     for options in ({}, {"row_scaled": True}) if name == "nvfp4" else ({},):
         for rows, (n, k) in itertools.product((1, 3, 64), ((40, 96), (272, 256))):
             w = qtensor.quantize(torch.randn(n, k), "mxfp4")
             x = qtensor.quantize(torch.randn(rows, k), name, **options)
-            with answers.left_to_python():
+            with native_ops.left_to_python():
                 want = qtensor.gemm(x, w, "TN", torch.ones(n), dtype=torch.bfloat16)
-            for _ in range(CALLS):
-                got = qtensor.gemm(x, w, "TN", torch.ones(n), dtype=torch.bfloat16)
-                same_bits(got, want)
+            got = qtensor.gemm(x, w, "TN", torch.ones(n), dtype=torch.bfloat16)
+            same_bits(got, want)
             assert qtensor.explain(x, w).backend == "few_rows"
 
 
@@ -174,11 +168,10 @@ def test_rows_of_a_layer(recipe: str):
         x[:, 0] = 8.0
     outputs: dict[int, Tensor] = {}
     for rows in (64, 32, 2, 1):
-        for _ in range(CALLS):
-            part = x[:rows].clone().requires_grad_()
-            y = layer(part)
-            same_bits(y.detach(), outputs.setdefault(rows, y.detach()))
-            same_bits(y.detach(), outputs[64][:rows])
+        part = x[:rows].clone().requires_grad_()
+        y = layer(part)
+        same_bits(y.detach(), outputs.setdefault(rows, y.detach()))
+        same_bits(y.detach(), outputs[64][:rows])
 
 
 REASONS: dict[str, tuple[Callable[[], tuple[Any, Any, str]], str]] = {
@@ -252,7 +245,6 @@ def test_the_stored_transpose_is_read(rows: int):
     torch.manual_seed(9)
     w = qtensor.quantize(torch.randn(64, 96), "fp8", columnwise=True)
     x = torch.randn(rows, 64)
-    for _ in range(CALLS):
-        same_bits(x @ w, oracle.product(x, w.t().contiguous()))
+    same_bits(x @ w, oracle.product(x, w.t().contiguous()))
     assert qtensor.explain(x, w, "NN").backend == "few_rows"
     torch.testing.assert_close(x @ w, x @ w.dequantize())

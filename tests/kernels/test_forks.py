@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch_process
 
-SMALL_CALLS = '''
+DESCRIPTIONS = '''
 import os, signal, warnings
 import torch, qtensor
 
@@ -40,14 +40,14 @@ os._exit(1 if any(statuses) else 0)
 '''
 
 
-def test_small_calls() -> None:
-    torch_process.run(SMALL_CALLS)
+def test_what_the_ops_know() -> None:
+    torch_process.run(DESCRIPTIONS)
 
 
 SHARED_STEPS = """
 import os, signal, threading, time, warnings
 import torch, qtensor
-from qtensor.kernels.cpu.small_calls.answers import left_to_python
+from qtensor.library.native_ops import left_to_python
 from qtensor.library import delayed
 
 warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ from qtensor.library.define import BODIES
 from qtensor.storage.ops.products import operand_of
 from tests.kernels.test_gemm import assert_product, values
 
-pytestmark = pytest.mark.usefixtures("native_kernels", "libraries")
+pytestmark = pytest.mark.usefixtures("native_kernels", "libraries", "in_python")
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 M, N, K = 48, 80, 160
 E5M2 = {"dtype": "e5m2"}

@@ -16,8 +16,8 @@ from native_cases import threads
 import qtensor
 from benchmarks.memory import RESET, peak_mib
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.small_calls import answers
 from qtensor.kernels.products import dot_products, tiles
+from qtensor.library import native_ops
 from tests.kernels.test_gemm import assert_product, values
 
 N, K = 515, 1030
@@ -40,7 +40,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "float32 tiles":
         monkeypatch.setattr(native, "linear_", lambda *args, few=False: False)
         monkeypatch.setattr(tiles, "TILE_BYTES", 100 * K * 4)
-    with answers.left_to_python():
+    with native_ops.left_to_python():
         yield request.param
 
 
@@ -112,7 +112,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     )
     dot_products.is_available(native.linear_)
     taken.clear()
-    with answers.left_to_python():
+    with native_ops.left_to_python():
         yield taken
 
 

@@ -18,7 +18,7 @@ from qtensor.cutlass_gemm.launch import Arguments, Kernel, Launcher, Tensors
 from qtensor.cutlass_gemm.spec import KernelSpec
 from tests.kernels.test_gemm import assert_product, values
 
-pytestmark = pytest.mark.usefixtures("native_kernels", "libraries")
+pytestmark = pytest.mark.usefixtures("native_kernels", "libraries", "in_python")
 SPEC = KernelSpec("fp8", "sm_90a", (64, 128, 128), (1, 1), "pingpong")
 SUMS = dataclasses.replace(SPEC, d="f32")
 M, N, K = 5, 16, 32

@@ -30,7 +30,7 @@ COPY = (
 pytestmark = pytest.mark.usefixtures("libraries")
 
 BUILT = 2
-"""Libraries that a build makes: kernels and small calls."""
+"""Libraries that a build makes: kernels and ops."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,8 +114,8 @@ def test_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for isa in (best, other):
         invoke("build", "--isa", isa)
     lines = [line.strip() for line in invoke("list").stdout.splitlines()]
-    states = {line.split()[0]: line for line in lines if line.startswith(("cpu_", "small_"))}
-    assert "in use" in states["small_calls"]
+    states = {line.split()[0]: line for line in lines if line.startswith(("cpu_", "ops "))}
+    assert "in use" in states["ops"]
     assert "in use" in states[f"cpu_{best}"]
     assert "current" in states[f"cpu_{other}"]
     assert any(line == f"cache: {tmp_path / 'cache'}" for line in lines)

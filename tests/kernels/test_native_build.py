@@ -232,7 +232,7 @@ def test_the_instruction_set_that_is_asked_for(tmp_path: Path, real_library: Pat
     assert any("-DQT_ISA=0" in run for run in runs(tmp_path))
     assert not any("-mavx" in run for run in runs(tmp_path))
     built = sorted(p.name for p in (tmp_path / "cache").rglob("*.so"))
-    assert built == ["cpu_baseline.so", "small_calls.so"]
+    assert built == ["cpu_baseline.so", "ops.so"]
 
 
 # ---- the cache ---------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_two_processes_build_once(tmp_path: Path, real_library: Path) -> None:
     assert heard == "qtensor: waiting for another process that compiles its native CPU kernels"
     (tmp_path / "go").touch()
     assert all(finish(process)["native"] for process in (first, second))
-    specs = [sources.build_spec(sources.choose_isa()), sources.small_calls_build_spec()]
+    specs = [sources.build_spec(sources.choose_isa()), sources.ops_build_spec()]
     assert len(runs(tmp_path)) == sum(len(spec.units) + 1 for spec in specs)
 
 

@@ -26,12 +26,12 @@ from native_cases import (
     data,
     decoded,
     dirty,
+    switched_off,
 )
 
 import qtensor
 from qtensor.core.quantizer_registry import by_name
 from qtensor.kernels import table
-from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.structs import c_quantizer
 
 
@@ -110,7 +110,7 @@ def test_codes_without_their_factor(case: FormatCase, rowwise: bool, columnwise:
 
 @formats
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-def test_products(case: FormatCase, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products(case: FormatCase, layout: str) -> None:
     """The same operands, decoded by kernels and by reference: the same product, bit for bit.
 
     Few rows have sums of their own.
@@ -128,7 +128,6 @@ def test_products(case: FormatCase, layout: str, monkeypatch: pytest.MonkeyPatch
             for s in (a_shape, b_shape)
         )
         got = qtensor.gemm(a, b, layout=layout)
-        with monkeypatch.context() as patch:
-            patch.setattr(native, "library", lambda: "off")
+        with switched_off():
             want = qtensor.gemm(a, b, layout=layout)
         assert_same_bytes(got, want)

@@ -50,7 +50,7 @@ def is_refused() -> bool:
 def test_they_serve_without_a_compiler(package: Path, libraries: Path) -> None:
     path = prebuilt.provide(BEST)
     assert path.parent == package
-    assert native.Library(str(path)).run
+    assert native.Library(str(path)).handle
     assert qtensor.kernels.build() == path
     assert not libraries.exists()
 

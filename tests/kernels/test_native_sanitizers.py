@@ -70,20 +70,19 @@ import pytest
 import qtensor.build.cache
 from native_cases import loaded
 from qtensor.kernels.cpu.native import Library
-from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library import native_ops
 
 qtensor.build.cache.build = lambda spec: sys.argv[2]
 qtensor.build.cache.is_built = lambda spec: True
-with loaded(Library(sys.argv[1]), small_calls=True):
-    assert answers.library() is not None
+with loaded(Library(sys.argv[1])):
+    assert native_ops.library() is not None
     sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
 CALLS = (
-    "kernels/test_native_small_ops.py",
-    "kernels/test_native_calls.py",
+    "library/test_native_ops.py",
     "storage/test_saved_views.py",
 )
-"""What C++ answers without Python, byte by byte."""
+"""What C++ serves, byte by byte."""
 
 
 def sanitizer() -> str:
@@ -103,7 +102,7 @@ def sanitizer() -> str:
 def sanitized(spec: BuildSpec) -> BuildSpec:
     """The same sources with checks in place of speed, under another name in the cache."""
     units = tuple(
-        dataclasses.replace(unit, flags=(*(f for f in unit.flags if f != "-O3"), *FLAGS))
+        dataclasses.replace(unit, flags=(*(f for f in unit.flags if f[:2] != "-O"), *FLAGS))
         for unit in spec.units
     )
     link = (*spec.link_flags, FLAGS[0])
@@ -150,12 +149,12 @@ def test_the_kernels_stay_inside_their_buffers(isa: str) -> None:
 @pytest.mark.slow
 def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
     sanitizer()
-    specs = (sources.build_spec(BEST), sources.small_calls_build_spec())
+    specs = (sources.build_spec(BEST), sources.ops_build_spec())
     libraries = [build(sanitized(spec)) for spec in specs]
     files = [str(ROOT / "tests" / name) for name in CALLS]
     done = run(BY_CPP, *map(str, libraries), *files, wide_vectors=BEST == "avx512")
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert "no compiler, or a torch without its headers" not in done.stdout
+    assert "no compiler for the C++ kernels" not in done.stdout
     assert "runtime error" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""A plain input times a quantized weight is one op with few arguments, answered in C++."""
+"""A plain input times a quantized weight is one op with few arguments, served in C++."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch.nn import functional as F
 
 import qtensor
 from qtensor.core.operand import Operand, plain_operand
-from qtensor.kernels.cpu.small_calls import answers
 from qtensor.kernels.products.problem import Pair
+from qtensor.library import native_ops
 from qtensor.library.define import FILLS
 from qtensor.library.gemm import GemmArgs
 from qtensor.storage.ops.products import gemm_operands
-from tests.library.test_linear_ops import serves_here
 
 N, K = 48, 64
 
@@ -40,7 +39,7 @@ def seen(monkeypatch):
 
     monkeypatch.setitem(FILLS, "gemm", note("gemm", gemm))
     monkeypatch.setitem(FILLS, "weight_gemm", note("weight_gemm", as_gemm))
-    with answers.left_to_python():
+    with native_ops.left_to_python():
         yield names
 
 
@@ -63,8 +62,7 @@ def test_linear_has_the_bytes_of_gemm(case, bias, lead):
     wanted = gemm_operands(x, q, "TN", added)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            for _ in range(3):
-                same(F.linear(x, q, added), wanted)
+            same(F.linear(x, q, added), wanted)
 
 
 @formats
@@ -89,24 +87,8 @@ def test_sizes_that_do_not_meet():
         F.linear(torch.randn(2, K + 1), q)
 
 
-@formats
-def test_small_calls_do_not_enter_python(case, monkeypatch):
-    if answers.library() is None or not serves_here(case):
-        pytest.skip(reason="no compiler, or a torch without its headers")
-    q = weight_of(case)
-    x = torch.randn(2, 3, K).bfloat16()
-    strided = torch.randn(5, 2 * K).bfloat16()[:, :K]
-    with torch.no_grad():
-        for source in (x, strided):
-            wanted = F.linear(source, q)
-            F.linear(source, q)
-            with monkeypatch.context() as patch:
-                patch.setitem(FILLS, "weight_gemm", lambda *_: pytest.fail("the Python kernel"))
-                same(F.linear(source, q), wanted)
-
-
 def large(case: FormatCase, **options):
-    """A weight of more elements than other small calls take."""
+    """A weight of more elements than the ops decode to floats."""
     generator = torch.Generator().manual_seed(4)
     return case.quantize(torch.randn(272, 256, generator=generator), **options)
 
@@ -115,16 +97,14 @@ def large(case: FormatCase, **options):
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lead", [(1,), (3,), (2, 1)], ids=str)
 def test_few_rows_do_not_enter_python(case, lead, bias, monkeypatch):
-    if answers.library() is None or not serves_here(case):
-        pytest.skip(reason="no compiler, or a torch without its headers")
+    if native_ops.library() is None:
+        pytest.skip(reason="no compiler for the C++ kernels")
     q, added = large(case), None if bias is None else torch.randn(272, dtype=bias)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(*lead, 256, dtype=dtype)
         with torch.inference_mode():
-            with answers.left_to_python():
+            with native_ops.left_to_python():
                 wanted = F.linear(x, q, added)
-            for _ in range(2):
-                F.linear(x, q, added)
             with monkeypatch.context() as patch:
                 patch.setitem(FILLS, "weight_gemm", lambda *_: pytest.fail("the Python kernel"))
                 same(F.linear(x, q, added), wanted)
@@ -135,7 +115,7 @@ def test_few_rows_of_every_option(case):
     x = torch.randn(2, 256).bfloat16()
     for options in case.each_option():
         q = large(case, **options)
-        with torch.inference_mode(), answers.left_to_python():
+        with torch.inference_mode(), native_ops.left_to_python():
             wanted = F.linear(x, q)
         for threads in (1, 3):
             before = torch.get_num_threads()

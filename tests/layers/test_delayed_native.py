@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import qtensor
-from qtensor.kernels import table
-from qtensor.kernels.cpu import native, state
-from qtensor.kernels.cpu.small_calls import answers
+from qtensor.kernels.cpu import native
+from qtensor.library import native_ops
 from qtensor.library.define import FILLS
 
 ops = torch.ops.qtensor
@@ -44,23 +43,19 @@ def given(rows, gradients, generator):
 
 
 def both(monkeypatch, name, call, tensors):
-    """What an op returns and leaves behind, by C++, by native code and by torch's ops."""
+    """What an op returns and leaves behind, in C++ and by torch's ops."""
     results = []
-    call(*[t.clone() for t in tensors])  # registers the C++ kernel, if there is one
-    for ways in ("cpp", "native", "torch"):
+    for in_cpp in (native_ops.library() is not None, False):
         with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
-            if ways == "torch":
-                patch.setitem(table.STATE, name, lambda *args: False)
-            if ways != "cpp":
-                stack.enter_context(answers.left_to_python())
-            elif answers.library() is not None:
+            if in_cpp:
                 patch.setitem(FILLS, name, refuse)
+            else:
+                stack.enter_context(native_ops.left_to_python())
             copies = [t.clone() for t in tensors]
             found = call(*copies)
             results.append([*(found or ()), *copies])
-    for got, *wants in zip(*results, strict=True):
-        for want in wants:
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def refuse(*args):
@@ -70,7 +65,7 @@ def refuse(*args):
 def test_a_step_is_counted_without_python(monkeypatch):
     step, counter = torch.zeros(1, dtype=torch.int64), torch.tensor([7])
     ops.advance_step_(step)
-    if answers.library() is None:
+    if native_ops.library() is None:
         pytest.skip(reason="no compiler, or a torch without its headers")
     with monkeypatch.context() as patch:
         patch.setitem(FILLS, "advance_step_", refuse)
@@ -305,20 +300,3 @@ def test_advance_checks_its_counters(name):
     arguments = {"step": torch.tensor([1]), "forward_only": False, "counter": torch.tensor([1])}
     arguments[name] = torch.tensor([[1]])
     is_refused(ops.advance_step_, list(arguments.values()), f"{name} must be a vector of 1")
-
-
-def test_what_native_code_leaves_to_torch():
-    _, history, _, cell, cell_step = given(4, 1, torch.Generator())
-    ticket = torch.tensor([1, 0])
-    amax = [torch.rand(1)]
-    assert not state.record_(history.t(), amax, 0)
-    assert not state.record_(history.double(), amax, 0)
-    assert not state.record_(history, amax * 4, 0), "more than there are columns"
-    assert not state.record_(history, amax, -1)
-    assert not state.record_(history[:0], amax, 0)
-    assert not state.record_gradient_(cell, cell_step, amax, ticket[:1])
-    assert not state.record_gradient_(cell, cell_step[:0], amax, ticket)
-    assert not state.record_gradient_(cell, cell_step.int(), amax, ticket)
-    assert not state.record_gradient_(cell, cell_step, amax * 2, ticket)
-    assert state.record_gradient_(cell, cell_step, amax, ticket)
-    assert torch.equal(cell, amax[0]) or int(cell_step) > 1

@@ -12,11 +12,10 @@ from compile_helpers import Compiled, backends
 from float_cases import hurting, strided, without_kernels
 from formats import BY_NAME, DTYPES, USAGES, FormatCase, formats, layouts
 from fused_cases import assert_all_same, check, pair_of_activation, pair_of_norm
-from native_cases import call_of, threads
+from native_cases import call_of, switched_off, threads
 from torch import Tensor
 
 import qtensor
-from qtensor.kernels.cpu import native
 
 ops = torch.ops.qtensor
 
@@ -78,13 +77,12 @@ def test_the_norm_is_rounded_to_its_dtype_first() -> None:
 
 
 @formats
-def test_without_native_kernels(case: FormatCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_native_kernels(case: FormatCase) -> None:
     x, weight = hurting((66, 40), torch.bfloat16), torch.randn(40)
     q, call = case.quantizer(columnwise=True).canonical, call_of(case, {})
     args = (x, weight, weight, "layernorm", 1e-5, True, torch.bfloat16, q)
     want = ops.norm_quantize(*args, keep=True, **call)
-    monkeypatch.setattr(native, "library", lambda: "switched off")
-    with without_kernels():
+    with switched_off(), without_kernels():
         assert_all_same(ops.norm_quantize(*args, keep=True, **call), want, q)
 
 

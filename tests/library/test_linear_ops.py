@@ -1,6 +1,4 @@
-"""The ops of a linear layer as a whole: the bytes of the single ops, by programs and without
-them.
-"""
+"""The ops of a linear layer as a whole: the bytes of the single ops, in C++ and in Python."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import qtensor
 from qtensor.core.linear_plans import backward_plan
 from qtensor.core.quantizer_registry import by_name, parse, slots_within
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.small_calls import answers, program
+from qtensor.library import native_ops
 from qtensor.library.linear import LinearBackwardArgs, forward_of_quantized
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,20 +43,6 @@ def quantizers(case: FormatCase) -> Any:
         yield case.quantizer(columnwise=True, **options)
 
 
-def serves_here(case: FormatCase) -> bool:
-    """Whether programs have the format, on this machine."""
-    known = program.serves(case.quantizer(columnwise=True), (32, 32)) is not None
-    kernels = not isinstance(native.library(), str)
-    return known and kernels and program.can_multiply()
-
-
-def answered(op: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the result of the third call: C++ answers it, if a program takes such calls."""
-    for _ in range(2):
-        op(*args)
-    return op(*args)
-
-
 @every_format
 def test_forward_is_quantize_and_gemm(case):
     kept = itertools.cycle(itertools.product(("", "rowwise", "columnwise", "both"), repeat=2))
@@ -68,8 +52,8 @@ def test_forward_is_quantize_and_gemm(case):
         for sizes in SIZES:
             for bias in (None, torch.randn(sizes[1]), torch.randn(sizes[1]).bfloat16()):
                 args = forward_arguments(q, sizes, next(kept), next(dtypes), bias)
-                found = answered(torch.ops.qtensor.linear_forward, args)
-                with answers.left_to_python():
+                found = torch.ops.qtensor.linear_forward(*args)
+                with native_ops.left_to_python():
                     same(found, forward_of_quantized(*args))
                     same(found, torch.ops.qtensor.linear_forward(*args))
                 count += 1
@@ -83,8 +67,8 @@ def test_backward_is_quantize_gemm_and_bias_grad(case):
     for q in quantizers(case):
         for sizes, some in itertools.product(SIZES, wanted):
             args = backward_arguments(q, sizes, some, next(dtypes))
-            found = answered(torch.ops.qtensor.linear_backward, args)
-            with answers.left_to_python():
+            found = torch.ops.qtensor.linear_backward(*args)
+            with native_ops.left_to_python():
                 same(found, torch.ops.qtensor.linear_backward(*args))
                 same(found, backward_by_ops(*args))
 
@@ -116,28 +100,26 @@ def test_what_is_not_finite(case):
     q = case.quantizer(columnwise=True)
     args = list(forward_arguments(q))
     args[0][3, 5], args[1][7, 9] = float("inf"), float("nan")
-    found = answered(torch.ops.qtensor.linear_forward, args)
-    with answers.left_to_python():
+    found = torch.ops.qtensor.linear_forward(*args)
+    with native_ops.left_to_python():
         same(found, torch.ops.qtensor.linear_forward(*args))
     args = list(backward_arguments(q))
     args[0][3, 5], args[0][7, 9] = float("-inf"), float("nan")
-    found = answered(torch.ops.qtensor.linear_backward, args)
-    with answers.left_to_python():
+    found = torch.ops.qtensor.linear_backward(*args)
+    with native_ops.left_to_python():
         same(found, torch.ops.qtensor.linear_backward(*args))
 
 
-def test_what_programs_leave_to_the_ops():
-    """Large matrices, rows of one element, other layouts: served by the ops, with their bytes."""
+def test_other_sizes_and_layouts():
+    """Large matrices, rows of one element, other layouts."""
     q = qtensor.quantizer("mxfp8", columnwise=True)
     for sizes in ((65, 1, 32), (32, 512, 160), (65, 32, 1)):
         args = forward_arguments(q, sizes)
-        known = len(answers._OWNED)
-        outputs = answered(torch.ops.qtensor.linear_forward, args)
-        assert len(answers._OWNED) == known
+        outputs = torch.ops.qtensor.linear_forward(*args)
         same(outputs, forward_of_quantized(*args))
     args = list(forward_arguments(q))
     args[0] = args[0].t().contiguous().t()
-    same(answered(torch.ops.qtensor.linear_forward, args), forward_of_quantized(*args))
+    same(torch.ops.qtensor.linear_forward(*args), forward_of_quantized(*args))
 
 
 def test_sizes_that_do_not_meet_reach_no_kernel():
@@ -162,8 +144,8 @@ def test_sizes_that_do_not_meet_reach_no_kernel():
         torch.ops.qtensor.gemm(*sides, "TN", torch.float32)
 
 
-def test_the_product_of_programs_is_that_of_torch():
-    """Programs multiply with the bits of ``torch.mm``, whatever the sizes.
+def test_a_product_is_that_of_torch():
+    """C++ multiplies with the bits of ``torch.mm``, whatever the sizes.
 
     Products of fewer rows have sums of their own.
     """
@@ -175,7 +157,7 @@ def test_the_product_of_programs_is_that_of_torch():
         a, b = (torch.randn(s, k, generator=generator) for s in (m, n))
         buffers = plain.quantize(b).buffers()
         operands = ([a], "", [m, k], buffers, plain.canonical, [n, k])
-        product = answered(torch.ops.qtensor.gemm, (*operands, "TN", torch.float32))
+        product = torch.ops.qtensor.gemm(*operands, "TN", torch.float32)
         values, factor = plain.decode_codes(by_name(plain, buffers), (n, k))
         assert torch.equal(product, torch.mm(a, values.t()) * factor)
 
@@ -208,19 +190,19 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
 def test_equal_calls_have_the_same_bytes_under_any_setting(name, setting):
-    """Python kernels compute the first calls, programs the later ones, planned before or after."""
+    """Whether C++ or Python computes them, seen before or after the change."""
     scale = 1e-20 if setting == "denormals are zero" else 1.0
     weight = qtensor.quantize(scale * torch.randn(128, 240), name)
     x = scale * torch.randn(128, 240)
     args = (x, weight.buffers(), weight.quantizer.canonical, 128)
-    answered(torch.ops.qtensor.weight_gemm, args)
+    torch.ops.qtensor.weight_gemm(*args)
     fresh = (x[:100].contiguous(), *args[1:])
     found = []
     with SETTINGS[setting]():
         for call in (args, fresh):
-            with answers.left_to_python():
+            with native_ops.left_to_python():
                 first = torch.ops.qtensor.weight_gemm(*call)
-            found.append((first, [torch.ops.qtensor.weight_gemm(*call) for _ in range(4)]))
+            found.append((first, [torch.ops.qtensor.weight_gemm(*call) for _ in range(2)]))
     for first, later in found:
         assert first.any()
         for product in later:

@@ -11,8 +11,8 @@ from raw_op_cases import MAKERS, RANDOM, Maker
 from raw_op_fuzz import check_call
 from torch_process import TorchProcess
 
-from qtensor.kernels.cpu.small_calls.answers import left_to_python
 from qtensor.library.define import FILLS
+from qtensor.library.native_ops import left_to_python
 
 FUZZ = HELPERS / "raw_op_fuzz.py"
 PARTS = 8

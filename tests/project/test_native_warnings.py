@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from qtensor.build.cache import Unit
 from qtensor.build.compilers import find_cxx
 from qtensor.kernels.cpu import sources
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.project
 
 
 LINE = 110
-SOURCES = sorted(p for p in sources.FOLDER.iterdir() if p.suffix != ".md")
+SOURCES = sorted(p for p in sources.FOLDER.rglob("*.*") if p.suffix != ".md")
 BEST = sources.usable_isas()[0]
 WIDE = pytest.mark.nightly(reason="compiles the same sources once more")
 
@@ -25,7 +24,7 @@ WIDE = pytest.mark.nightly(reason="compiles the same sources once more")
 )
 def test_no_warnings(isa: str) -> None:
     """Compile with the users' flags but generate no code, which optimizer warnings need."""
-    for unit in sources.units(isa):
+    for unit in (*sources.units(isa), *sources.ops_build_spec().units):
         if "_" in unit.name and unit.name.endswith(("Float32", "Float16")):
             continue  # the same lines as for Bfloat16
         assert {"-Wall", "-Wextra"} <= set(unit.flags)
@@ -44,19 +43,6 @@ def test_a_warning_is_seen(tmp_path: Path) -> None:
     assert "unused" in done.stderr
 
 
-@WIDE
-@pytest.mark.parametrize(
-    "unit", sources.small_calls_build_spec().units, ids=lambda unit: unit.source.stem
-)
-def test_no_warnings_in_small_calls(unit: Unit) -> None:
-    assert {"-Wall", "-Wextra"} <= set(unit.flags)
-    # The headers of torch have warnings of their own.
-    include = [word for folder in unit.system_include for word in ("-isystem", str(folder))]
-    command = [*find_cxx().command, *unit.flags, *include, "-fsyntax-only", "-Werror"]
-    done = subprocess.run([*command, str(unit.source)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_long_lines(path: Path) -> None:
     numbered = enumerate(path.read_text().splitlines(), 1)
@@ -65,4 +51,5 @@ def test_no_long_lines(path: Path) -> None:
 
 def test_every_source_has_a_line_in_the_readme() -> None:
     readme = (sources.FOLDER / "README.md").read_text()
-    assert [path.name for path in SOURCES if f"`{path.name}`" not in readme] == []
+    names = [str(path.relative_to(sources.FOLDER)) for path in SOURCES]
+    assert [name for name in names if f"`{name}`" not in readme] == []

@@ -28,7 +28,7 @@ POSITIONS = 11
 # Index of a buffer's address in a call: data, scales, amax and the caller's amax of the rowwise
 # direction, the same four of the columnwise direction, the scales that both directions share, and
 # the stored tensor-wide factors of both directions.
-_POSITIONS = {
+POSITION_OF = {
     "_data": 0,
     "_rowwise_data": 0,
     "_rowwise_scale_inv": 1,
@@ -110,7 +110,7 @@ def _new_buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout:
     sizes = [torch.Size(size) for size in buffer_shapes(quantizer.slots, shape)]
     shared = names.index("_scale_inv") if "_scale_inv" in names else None
     slots = tuple(
-        (i, _POSITIONS[slot.name], sizes[i], slot.dtype) for i, slot in enumerate(quantizer.slots)
+        (i, POSITION_OF[slot.name], sizes[i], slot.dtype) for i, slot in enumerate(quantizer.slots)
     )
     positions = [position for _, position, _, _ in slots]
     entries = (
@@ -133,7 +133,7 @@ def _new_buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout:
         amax_entries=tuple(zip(amax_positions, entries, strict=False)),
         reads_columnwise=reads_columnwise,
         stores_global=9 in positions or 10 in positions,
-        factors_of_rows=_factors_of_rows(quantizer),
+        factors_of_rows=position_of_row_factors(quantizer),
         unpadded=tuple(
             torch.Size(buffer_shape(tuple(replace(dim, pad=1) for dim in slot.dims), shape))
             for slot in quantizer.slots
@@ -141,11 +141,12 @@ def _new_buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout:
     )
 
 
-def _factors_of_rows(quantizer: Any) -> int | None:
+def position_of_row_factors(quantizer: Any) -> int | None:
+    """Return the position of the rowwise factors if each row has a line of them, else None."""
     slot = next((s for s in quantizer.slots if s.name == "_rowwise_scale_inv"), None)
     if slot is None or slot.swizzled or slot.dims[0].axis != "m" or slot.dims[0].per != 1:
         return None
-    return _POSITIONS[slot.name]
+    return POSITION_OF[slot.name]
 
 
 def _has_rows(buffer: Tensor, rows: int, size: torch.Size) -> bool:

@@ -11,7 +11,7 @@ import functools
 import os
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class Library:
 
     Attributes:
         handle: the library, for its functions without an attribute of their own.
-        run, linear, quantize, dequantize: functions of c_interface.cpp and program.cpp.
+        linear, quantize, dequantize: functions of c_interface.cpp.
 
     Raises:
         OSError: the system cannot load the library, or it is not one of this version of qtensor.
@@ -68,10 +68,13 @@ class Library:
         except AttributeError as error:
             raise OSError(f"{path} is not a library of CPU kernels: {error}") from None
         self.handle = handle
-        self.run = handle.qt_run
         self.linear = handle.qt_linear
         self.quantize = handle.qt_quantize
         self.dequantize = handle.qt_dequantize
+
+
+LISTENERS: list[Callable[[Library], None]] = []
+"""Functions to call with the kernels once they are loaded."""
 
 
 def _check_interface(path: str, handle: ctypes.CDLL) -> None:
@@ -88,10 +91,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.qt_fused.argtypes = (_POINTER, _POINTER, _SIZE, ctypes.c_char_p)
     for name in ("qt_quantize", "qt_dequantize", "qt_linear"):
         getattr(handle, name).argtypes = (ctypes.c_char_p,)
-    handle.qt_run.argtypes = (_POINTER, ctypes.c_char_p)
-    handle.qt_delayed_begin.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-    handle.qt_record_amax.argtypes = (_POINTER, ctypes.c_char_p, _SIZE)
-    handle.qt_record_gradient_amax.argtypes = (*(_POINTER,) * 3, ctypes.c_char_p, _SIZE)
+    handle.qt_finish.argtypes = (_POINTER,)
+    handle.qt_widen.argtypes = (_POINTER, _SIZE, _SIZE, _POINTER)
 
 
 @functools.cache
@@ -100,9 +101,13 @@ def library() -> Library | str:
     if os.environ.get("QTENSOR_NATIVE") == "0":
         return "switched off by QTENSOR_NATIVE=0"
     try:
-        return _load()
+        kernels = _load()
     except (QTensorError, OSError) as error:
         reason = str(error)
+    else:
+        for listener in LISTENERS:
+            listener(kernels)
+        return kernels
     warnings.warn(
         f"qtensor runs without its native CPU kernels (same bytes, many times slower): {reason}",
         RuntimeWarning,

@@ -52,8 +52,8 @@ def provide(isa: str) -> Path:
         return packaged
     library = build(sources.build_spec(isa))
     with contextlib.suppress(BuildError):
-        # The C++ that answers small calls: never built later, in the middle of a call.
-        build(sources.small_calls_build_spec())
+        # The C++ kernels of the ops: never built later, in the middle of a call.
+        build(sources.ops_build_spec())
     return library
 
 

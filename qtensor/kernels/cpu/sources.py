@@ -14,7 +14,7 @@ from qtensor.build.compilers import find_cxx
 from qtensor.core.errors import check
 
 FOLDER = Path(__file__).parent / "src"
-_SMALL_CALLS = FOLDER / "small_calls.h"
+_OPS = FOLDER / "ops"
 ISAS = ("avx512", "avx2", "baseline")
 """Instruction sets, the best first. "baseline" is the one that the compiler assumes by default."""
 _FLAGS = {
@@ -94,7 +94,7 @@ def choose_isa() -> str:
 def units(isa: str) -> tuple[Unit, ...]:
     """Return the compilations of an instruction set: the C interface, and each kernel by dtype."""
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
-    names = ("c_interface", "linear", "few_rows", "program", "delayed_scaling")
+    names = ("c_interface", "linear", "few_rows", "finish")
     all_units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in names]
     if isa == "avx512":
         # Its functions are called on CPUs that have these instructions.
@@ -109,7 +109,7 @@ def units(isa: str) -> tuple[Unit, ...]:
 
 def headers() -> tuple[Path, ...]:
     """Return the files that the sources of the kernels include."""
-    return tuple(sorted({*FOLDER.glob("*.h"), *FOLDER.glob("*.inc")} - {_SMALL_CALLS}))
+    return tuple(sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.inc"))))
 
 
 def build_spec(isa: str) -> BuildSpec:
@@ -125,29 +125,16 @@ def build_spec(isa: str) -> BuildSpec:
     )
 
 
-def small_calls_build_spec() -> BuildSpec:
-    """Return how to build the library of small calls against torch; needs no compiler yet."""
-    root = Path(torch.__file__).parent
-    flags = (
-        "-std=c++20",
-        "-O2",
-        "-Wall",
-        "-Wextra",
-        f"-DQT_TORCH={torch.__version__}",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-    )
-    include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
-    units = tuple(
-        Unit(FOLDER / f"{source}.cpp", flags, source, system_include=include)
-        for source in ("small_calls", "delayed_calls")
-    )
-    libraries = tuple(str(root / "lib" / f"lib{library}.so") for library in ("torch_cpu", "c10"))
+def ops_build_spec() -> BuildSpec:
+    """Return how to build the C++ kernels of the ops, which serve every version of torch."""
+    names = ("torch_abi", "quantize_ops", "product_ops", "state_ops", "register")
+    flags = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra")
+    hidden = ("-fvisibility=hidden", "-DQT_NAMESPACE=ops")
     return BuildSpec(
-        "small_calls",
-        units,
+        "ops",
+        tuple(Unit(_OPS / f"{name}.cpp", (*flags, *hidden), name) for name in names),
         find_cxx,
-        (_SMALL_CALLS,),
-        libraries,
-        title="small CPU calls",
-        effort=24.0,
+        (*sorted(_OPS.glob("*.h")), FOLDER / "structs.h", FOLDER / "denormals.h"),
+        title="C++ ops",
+        effort=6.0,
     )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
-from qtensor.kernels.products import IN_FRONT
 from qtensor.kernels.products.dequant import Dequant
 from qtensor.kernels.products.dot_products import DotProducts
 from qtensor.kernels.products.few_rows import FewRows
@@ -189,7 +188,7 @@ def reset() -> None:
 # ---- running
 
 
-class _Call(NamedTuple):
+class ProductCall(NamedTuple):
     """Everything about a product that its choice depends on, in less time than a ``Problem``."""
 
     a: OperandFacts
@@ -201,7 +200,7 @@ class _Call(NamedTuple):
     bias: tuple[tuple[int, ...], torch.dtype] | None
 
 
-_CHOICES: dict[_Call, GemmChoice] = {}
+_CHOICES: dict[ProductCall, GemmChoice] = {}
 _MOST_CHOICES = 4096
 
 
@@ -222,7 +221,7 @@ def multiply_(out: Tensor, product: Product) -> None:
         pair = pair._replace(b=pair.b.transpose())
         product = product._replace(operands=pair, layout="TN")
     call = _call(out, product)
-    choice = _CHOICES.get(call) or _remember(call)
+    choice = choice_of(call)
     if choice.missing is not None and backend == "auto":
         _warn(choice)
     refusals = []
@@ -247,8 +246,7 @@ def accumulate_(out: Tensor, product: Product) -> bool:
     """
     if out.dtype != torch.float32:
         return False
-    call, (a, b) = _call(out, product), product.operands
-    runner = (_CHOICES.get(call) or _remember(call)).runners[0]
+    runner, (a, b) = choice_of(_call(out, product)).runners[0], product.operands
     if runner.name != "cutlass":
         return False
     return cast("Cutlass", runner)(out, a.buffers, b.buffers, None, beta=1.0) is None
@@ -270,14 +268,17 @@ def overwrite_(out: Tensor, product: Product) -> bool:
     return True
 
 
-def _call(out: Tensor, product: Product) -> _Call:
+def _call(out: Tensor, product: Product) -> ProductCall:
     (a, b), layout, bias, _, fast = product
     added = None if bias is None else (tuple(bias.shape), bias.dtype)
-    return _Call(facts_of(a), facts_of(b), layout, out.dtype, out.device, fast, added)
+    return ProductCall(facts_of(a), facts_of(b), layout, out.dtype, out.device, fast, added)
 
 
-def _remember(call: _Call) -> GemmChoice:
-    """Return the choice for a call that is seen for the first time, and keep it."""
+def choice_of(call: ProductCall) -> GemmChoice:
+    """Return the choice for a call."""
+    known = _CHOICES.get(call)
+    if known is not None:
+        return known
     if len(_CHOICES) >= _MOST_CHOICES:
         _CHOICES.clear()
     return _CHOICES.setdefault(call, choose(_problem_of(call)))
@@ -290,7 +291,7 @@ def _warn(choice: GemmChoice) -> None:
         warn_missing(choice.missing.arch, choice.missing.recipe, choice.chosen)
 
 
-def _problem_of(call: _Call) -> Problem:
+def _problem_of(call: ProductCall) -> Problem:
     a, b = sides(call.a, call.b, call.layout)
     return Problem(a, b, call.layout, call.dtype, call.bias, *_device(call.device), call.fast)
 
@@ -336,7 +337,7 @@ class Explanation:
 
     Attributes:
         problem: the product in words.
-        backend: one of ``BACKENDS``, or a name of ``IN_FRONT``.
+        backend: one of ``BACKENDS``.
         kernel: name of the CUTLASS kernel, or None.
         reasons: (backend, text) for each backend, by preference.
     """
@@ -360,16 +361,10 @@ class Explanation:
 def explain(problem: Problem) -> Explanation:
     """Return the table of a problem: the chosen backend, and a reason for each other one."""
     choice = choose(problem)
-    on_cpu = problem.capability is None and problem.device == "cpu"
-    in_front = IN_FRONT if on_cpu else {}
-    said = {name: refusal(problem) for name, refusal in in_front.items()}
-    chosen = next((name for name, reason in said.items() if reason is None), choice.chosen)
-    said |= dict(choice.refusals) | {r.name: f"possible{r.detail}" for r in choice.runners}
-    first = said[chosen] or "possible, from the third equal call on"
-    said[chosen] = first.replace("possible", "chosen", 1)
-    reasons = tuple((name, said[name] or "possible") for name in (*in_front, *BACKENDS))
-    kernel = choice.kernel if chosen == choice.chosen else None
-    return Explanation(problem.text(), chosen, kernel, reasons)
+    said = dict(choice.refusals) | {r.name: f"possible{r.detail}" for r in choice.runners}
+    said[choice.chosen] = said[choice.chosen].replace("possible", "chosen", 1)
+    reasons = tuple((name, said[name]) for name in BACKENDS)
+    return Explanation(problem.text(), choice.chosen, choice.kernel, reasons)
 
 
 def problem_for(

@@ -31,42 +31,6 @@ using namespace QT_NAMESPACE;
 constexpr int ABI = 6;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
-// Arguments as native.py packs them: 8 bytes each, at any address. ctypes takes longer to convert 21 of them
-// than a small tensor takes to quantize.
-struct QuantizeArguments {
-    const CQuantizer* quantizer;
-    const void* x;
-    i64 dtype, rows, cols, stride, threads;
-    Buffers row, column;
-    float* scale_inv;
-    const float* scale;
-    float* amax_out;
-    i64 seed;
-    float *row_global, *column_global;  // NVFP4: where the factors that decode are stored, or null
-};
-struct DecodeBuffers {
-    u8* data;
-    void* scale;
-    float* amax;
-};
-struct DequantizeArguments {
-    const CQuantizer* quantizer;
-    void* y;
-    i64 dtype, rows, cols, first, count, threads;
-    DecodeBuffers row, column;
-    const float* scale_inv;
-};
-struct LinearArguments {
-    const CQuantizer* quantizer;
-    const void* x;
-    i64 x_dtype, stride, m, k, n, threads;
-    DecodeBuffers weight;
-    const float *scale_inv, *row_factors;
-    i64 row_factor_step;
-    const float* bias;
-    void* y;
-    i64 dtype, few;
-};
 template <class Arguments>
 static Arguments unpack(const void* packed) {
     static_assert(sizeof(void*) == 8 && sizeof(Arguments) % 8 == 0, "fields of 8 bytes");

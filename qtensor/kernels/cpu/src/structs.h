@@ -113,3 +113,49 @@ struct Producer {
     virtual void rows(i64 begin, i64 end, void* out, bool again) = 0;
     virtual ~Producer() = default;
 };
+
+// ---- Arguments that native.py packs for functions of c_interface.cpp: 8 bytes each, at any address. ctypes
+// takes longer to convert 21 of them than a small tensor takes to quantize. The ops (ops/) pass them too.
+struct QuantizeArguments {
+    const CQuantizer* quantizer;
+    const void* x;
+    i64 dtype, rows, cols, stride, threads;
+    Buffers row, column;
+    float* scale_inv;
+    const float* scale;
+    float* amax_out;
+    i64 seed;
+    float *row_global, *column_global;  // NVFP4: where the factors that decode are stored, or null
+};
+struct DecodeBuffers {
+    u8* data;
+    void* scale;
+    float* amax;
+};
+struct DequantizeArguments {
+    const CQuantizer* quantizer;
+    void* y;
+    i64 dtype, rows, cols, first, count, threads;
+    DecodeBuffers row, column;
+    const float* scale_inv;
+};
+struct LinearArguments {
+    const CQuantizer* quantizer;
+    const void* x;
+    i64 x_dtype, stride, m, k, n, threads;
+    DecodeBuffers weight;
+    const float *scale_inv, *row_factors;
+    i64 row_factor_step;
+    const float* bias;
+    void* y;
+    i64 dtype, few;
+};
+// y (rows, cols) = x * (a * b) + bias, rounded once. a and b are one factor each; null counts as 1.
+struct FinishCall {
+    const float* x;
+    i64 rows, cols;
+    const float *a, *b;
+    const float* bias;  // cols values, or null
+    void* y;            // may be x
+    i64 dtype;
+};

@@ -1,0 +1,152 @@
+"""What the C++ ops know of quantizers: the structs of src/ops/description.h, field by field.
+
+C++ reads no canonical text and knows the buffers of no format: `describe` tells it both, once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from qtensor.core.formats import Slot
+from qtensor.kernels.cpu.buffers import POSITION_OF, is_columnwise, position_of_row_factors
+from qtensor.kernels.cpu.structs import FORMATS, CQuantizer, c_quantizer
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.int64,
+)
+"""`enum TensorType`."""
+_AXES = ("lead", "m", "k", "one")
+_MAX_SLOTS, _MAX_SLOT_DIMS = 10, 4
+
+
+class CDim(ctypes.Structure):
+    """`struct Dim`."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in ("axis", "per", "units", "pad")]
+
+
+class CSlot(ctypes.Structure):
+    """`struct Slot`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("position", "dtype", "dims")),
+        ("dim", CDim * _MAX_SLOT_DIMS),
+    )
+
+
+class CDescription(ctypes.Structure):
+    """`struct Description`."""
+
+    _fields_ = (
+        ("quantizer", CQuantizer),
+        ("slots", ctypes.c_int32),
+        ("needs_scale", ctypes.c_int32),
+        ("returns_amax", ctypes.c_int32),
+        ("stochastic", ctypes.c_int32),
+        ("per_tensor", ctypes.c_int32),
+        ("stores_global", ctypes.c_int32),
+        ("columnwise", ctypes.c_int32 * 3),
+        ("rows_of_factors", ctypes.c_int32),
+        ("slot", CSlot * _MAX_SLOTS),
+        ("text", ctypes.c_char_p),
+    )
+
+
+def describe(quantizer: Any) -> CDescription | None:
+    """Return the description of a quantizer, or None if C++ does not serve its format."""
+    slots = quantizer.slots
+    if quantizer.format not in FORMATS or len(slots) > _MAX_SLOTS:
+        return None
+    names = [slot.name for slot in slots]
+    directions = [is_columnwise(quantizer, wanted) for wanted in (None, False, True)]
+    if "_scale_inv" in names:
+        # Both directions hold the same codes.
+        directions = [not {"_data", "_rowwise_data"} & set(names)] * 3
+    rows = position_of_row_factors(quantizer)
+    return CDescription(
+        quantizer=c_quantizer(quantizer),
+        slots=len(slots),
+        needs_scale=quantizer.needs_scale,
+        returns_amax=quantizer.returns_amax,
+        stochastic=quantizer.stochastic_rounding,
+        per_tensor=quantizer.per_tensor,
+        stores_global=any("global_scale_inv" in name for name in names),
+        columnwise=(ctypes.c_int32 * 3)(*directions),
+        rows_of_factors=-1 if rows is None else rows,
+        slot=(CSlot * _MAX_SLOTS)(*(_slot(slot) for slot in slots)),
+        text=quantizer.canonical.encode(),
+    )
+
+
+def _slot(slot: Slot) -> CSlot:
+    dims = [CDim(_AXES.index(dim.axis), dim.per, dim.units, dim.pad) for dim in slot.dims]
+    array = (CDim * _MAX_SLOT_DIMS)(*dims)
+    return CSlot(POSITION_OF[slot.name], DTYPES.index(slot.dtype), len(dims), array)
+
+
+class CTwin(ctypes.Structure):
+    """`struct Twin`."""
+
+    _fields_ = (
+        ("d", ctypes.c_void_p),
+        ("source", ctypes.c_int32 * _MAX_SLOTS),
+        ("turned", ctypes.c_int32 * _MAX_SLOTS),
+    )
+
+
+def describe_twin(quantizer: Any, address: int) -> CTwin:
+    """Return how the transpose of a matrix views its buffers.
+
+    Args:
+        quantizer: of the matrix.
+        address: of the description of the transpose's quantizer.
+    """
+    twin = CTwin(d=address)
+    names = [slot.name for slot in quantizer.slots]
+    for i, (_, source, view) in enumerate(quantizer.transpose_plan[1]):
+        twin.source[i] = names.index(source)
+        # The view of swizzled factors has their bytes, in the reverse shape.
+        twin.turned[i] = 0 if view is None else 1 if view is torch.t else 2
+    return twin
+
+
+class CPlannedOperand(ctypes.Structure):
+    """`struct PlannedOperand`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("all", "part", "kept")]
+
+
+class CForwardPlan(ctypes.Structure):
+    """`struct ForwardPlan`."""
+
+    _fields_ = (("x", CPlannedOperand), ("weight", CPlannedOperand), ("dtype", ctypes.c_int64))
+
+
+class CBackwardPlan(ctypes.Structure):
+    """`struct BackwardPlan`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("dy", "dy_rows", "dy_columns", "x", "weight")),
+        *((name, ctypes.c_int64) for name in ("dtype", "weight_dtype", "bias")),
+    )
+
+
+class CProblem(ctypes.Structure):
+    """`struct Problem`; a quantizer is the address of its description, or None."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a", "b")),
+        *((name, ctypes.c_int64) for name in ("a_rows", "a_cols", "b_rows", "b_cols")),
+        *((name, ctypes.c_int64) for name in ("a_dtype", "b_dtype", "layout", "dtype")),
+        ("bias_dtype", ctypes.c_int64),
+    )

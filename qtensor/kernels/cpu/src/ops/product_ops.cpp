@@ -1,0 +1,360 @@
+// The ops gemm, weight_gemm, linear_forward and linear_backward.
+//
+// Python chooses who computes a product (products/choice.py). These ops compute the products of two of its
+// backends: few rows, and both operands decoded to float32 and multiplied by torch's own mm, whose sums have
+// the same order as in Python under every setting of torch.
+#include <algorithm>
+
+#include "../denormals.h"
+#include "steps.h"
+
+namespace ops {
+
+namespace {
+
+// An operand of a product: a plain tensor, or a quantized one by its buffers.
+struct Operand {
+    const Description* d = nullptr;  // null: plain
+    Shape shape;                     // logical
+    Tensor plain;
+    std::vector<Tensor> buffers;  // of which those from `first` on belong to the operand
+    size_t first = 0;
+    Addresses at;                 // of buffers that the op has made
+    const float* values[2] = {};  // decoded by rows, by columns
+
+    i64 dtype() const { return d ? d->slot[0].dtype : plain.dtype; }
+    // Finds the addresses of the buffers that a direction reads.
+    bool find(Direction direction) {
+        return buffers.empty() || find_buffers(*d, buffers, first, shape, direction, at);
+    }
+    // Reads (buffers, quantizer, shape) from number `i` of a call's arguments on.
+    bool read(Arguments& call, int i) {
+        if (!call.tensors(i, buffers) || !call.shape(i + 2, shape) || buffers.empty()) return false;
+        const std::string_view text = call.text(i + 1);
+        if (!text.empty()) {
+            d = quantizer_of(text);
+            return d && buffers.size() == size_t(d->slots);
+        }
+        plain = buffers[0];
+        return buffers.size() == 1 && is_float(plain.dtype) && plain.shape == shape;
+    }
+};
+
+// a and b in a layout of the op gemm to y (m, n).
+struct Product {
+    Layout layout;
+    i64 m, n, k, dtype;
+    Tensor bias;  // a vector (n), or without a handle
+    i32 choice = 0;
+
+    // Returns false if the shapes do not fit each other, or if Python must compute the product.
+    bool plan(const Operand& a, const Operand& b) {
+        if (b.shape.dim != 2 || !serves(a.shape) || (layout == NT && a.shape.dim != 2)) return false;
+        m = layout == NT ? a.shape.cols() : a.shape.rows();
+        k = layout == NT ? a.shape.rows() : a.shape.cols();
+        n = layout == TN ? b.shape.rows() : b.shape.cols();
+        if ((layout == TN ? b.shape.cols() : b.shape.rows()) != k || n < 1 || !is_float(dtype)) return false;
+        if (bias.handle && !(is_float(bias.dtype) && bias.is_vector(bias.dtype, n))) return false;
+        choice = choose({a.d, b.d, a.shape.rows(), a.shape.cols(), b.shape.rows(), b.shape.cols(), a.dtype(),
+                         b.dtype(), layout, dtype, bias.handle ? bias.dtype : OTHER_TYPE});
+        return choice != 0;
+    }
+    bool is_small() const { return std::max(m * n, n * k) <= MOST; }
+    const float* bias_values(Scratch& scratch) const {
+        if (!bias.handle) return nullptr;
+        if (bias.dtype == FLOAT32) return (const float*)bias.data;
+        float* values = scratch.floats(n);
+        kernels.widen(bias.data, bias.dtype, n, values);
+        return values;
+    }
+};
+
+// ---- few rows
+
+enum Reach { READABLE, ACROSS, NEITHER };  // ACROSS: the codes of a sum are not adjacent
+
+// A weight (N, K) by rows along the contraction.
+struct Weight {
+    const Description* d = nullptr;
+    Addresses at;
+};
+
+// Returns whether the codes of a buffer's lines lie across them.
+bool lies_across(const Tensor& t) {
+    const i64* size = t.shape.size;
+    return t.shape.dim == 2 && size[0] != 1 && size[1] != 1 && t.stride[1] > std::max(t.stride[0], i64(1));
+}
+
+// The transpose of a matrix, as views of its buffers.
+Reach transpose(const Operand& b, Weight& weight) {
+    const Twin* twin = twin_of(*b.d);
+    if (!twin || b.buffers.empty()) return NEITHER;
+    weight.d = twin->d;
+    std::vector<Tensor> views;
+    bool is_across = false;
+    for (i32 i = 0; i < weight.d->slots; i++) {
+        Tensor t = b.buffers[b.first + size_t(twin->source[i])];
+        if (twin->turned[i]) {
+            if (t.shape.dim != 2) return NEITHER;
+            std::swap(t.shape.size[0], t.shape.size[1]);
+            std::swap(t.stride[0], t.stride[1]);
+            if (twin->turned[i] == RESHAPED) {
+                if (!t.contiguous) return NEITHER;
+                t.stride[0] = t.shape.size[1], t.stride[1] = 1;
+            }
+            t.look_at_strides();
+        }
+        is_across |= is_read(*weight.d, BY_ROWS, weight.d->slot[i]) && lies_across(t);
+        views.push_back(t);
+    }
+    const Shape turned(b.shape.size[1], b.shape.size[0]);
+    if (find_buffers(*weight.d, views, 0, turned, BY_ROWS, weight.at)) return READABLE;
+    return is_across ? ACROSS : NEITHER;
+}
+
+Reach weight_of(Operand& b, Layout layout, Weight& weight) {
+    if (layout != TN) return transpose(b, weight);
+    if (!b.find(BY_ROWS) || !b.at.at[0]) return NEITHER;
+    weight = {b.d, b.at};
+    return READABLE;
+}
+
+// Decodes a to floats without the factors of its rows, which follow the sums.
+bool decode_rows(Operand& a, Scratch& scratch, LinearArguments& to) {
+    if (!a.find(BY_ROWS)) return false;
+    Description local = *a.d;
+    CQuantizer& q = local.quantizer;
+    Addresses from = a.at;
+    const i64 m = a.shape.rows(), k = a.shape.cols();
+    bool without_scale = false;
+    float*& global = (float*&)from.at[q.family == BLOCK && local.stores_global ? 9 : 2];
+    if (q.family == TENSOR || q.family == ROW) {
+        to.row_factors = from.scale_inv();
+        to.row_factor_step = q.family == ROW;
+        q.family = TENSOR;
+        without_scale = true;
+    } else if (global) {
+        float* factors = scratch.floats(m);
+        for (i64 i = 0; i < (q.row_scaled ? m : 1); i++) factors[i] = global[i] / q.global_divisor;
+        to.row_factors = factors;
+        to.row_factor_step = q.row_scaled;
+        q.row_scaled = 0;
+        global = &q.global_divisor;
+    }
+    float* values = scratch.floats(m * k);
+    to.x = values, to.x_dtype = FLOAT32, to.stride = k;
+    return decode(local, from, BY_ROWS, m, k, values, FLOAT32, without_scale);
+}
+
+bool multiply_few_rows(const Product& p, Operand& a, const Weight& weight, void* y) {
+    Scratch scratch;
+    LinearArguments l{};
+    if (a.d) {
+        if (!decode_rows(a, scratch, l)) return false;
+    } else {
+        Rows x;
+        if (!x.read(a.plain, scratch)) return false;
+        l.x = x.data, l.x_dtype = x.dtype, l.stride = x.stride;
+    }
+    u32 threads = 1;
+    if (p.n * p.k > MOST) check(torch.torch_get_num_threads(&threads));
+    const void* const* at = weight.at.at;
+    l.quantizer = &weight.d->quantizer;
+    l.m = p.m, l.k = p.k, l.n = p.n, l.threads = threads;
+    l.weight = {(u8*)at[0], (void*)at[1], (float*)at[weight.d->stores_global ? 9 : 2]};
+    l.scale_inv = weight.at.scale_inv();
+    l.bias = p.bias_values(scratch);
+    l.y = y, l.dtype = p.dtype, l.few = 1;
+    return kernels.linear(&l) == 0;
+}
+
+// ---- decoded operands
+
+// The float32 values of an operand; `factor` is one that they lack.
+bool read_values(Operand& o, Direction direction, Scratch& scratch, const float*& factor) {
+    if (!o.d) {
+        const Tensor& t = o.plain;
+        // mm chooses its routine by strides, also by those of a dim of size 1.
+        i64 step = 1;
+        for (i64 i = t.shape.dim; i-- > 0; step *= t.shape.size[i])
+            if (t.stride[i] != step) return false;
+        if (t.dtype == FLOAT32) {
+            o.values[0] = (const float*)t.data;
+        } else {
+            float* values = scratch.floats(step);
+            kernels.widen(t.data, t.dtype, step, values);
+            o.values[0] = values;
+        }
+        return true;
+    }
+    if (!o.find(direction)) return false;
+    if (o.d->per_tensor) factor = o.at.scale_inv();
+    const float*& known = o.values[o.d->columnwise[direction]];
+    if (known) return true;
+    float* values = scratch.floats(o.shape.elements());
+    known = values;
+    return decode(*o.d, o.at, direction, o.shape.rows(), o.shape.cols(), values, FLOAT32, o.d->per_tensor);
+}
+
+bool multiply_decoded(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch) {
+    const bool both = a.d && b.d;
+    const Direction left = !both ? OWN : p.layout == NT ? BY_COLUMNS : BY_ROWS;
+    const Direction right = !both ? OWN : p.layout == TN ? BY_ROWS : BY_COLUMNS;
+    FinishCall f{};
+    if (!p.is_small()) return false;
+    if (!read_values(a, left, scratch, f.a) || !read_values(b, right, scratch, f.b)) return false;
+    Tensors views;
+    views.add_view(a.values[a.d ? a.d->columnwise[left] : 0], p.m, p.k, p.layout == NT);
+    const Handle left_view = views.last();
+    views.add_view(b.values[b.d ? b.d->columnwise[right] : 0], p.k, p.n, p.layout == TN);
+    const Handle right_view = views.last();
+    f.bias = p.bias_values(scratch);
+    f.x = (const float*)y;
+    if (p.dtype != FLOAT32 || !out) {
+        f.x = scratch.floats(p.m * p.n);
+        views.add_view(f.x, p.m, p.n, false);
+        out = views.last();
+    }
+    const KeepDenormals scope;
+    check(torch.aoti_torch_cpu_mm_out(out, left_view, right_view));
+    if (f.x == y && !f.a && !f.b && !f.bias) return true;
+    f.rows = p.m, f.cols = p.n, f.y = y, f.dtype = p.dtype;
+    kernels.finish(&f);
+    return true;
+}
+
+// Computes a product that is planned. `out` is the result if it is a matrix, else null.
+bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch) {
+    if (p.choice & FEW_ROWS) {
+        Weight weight;
+        const Reach reach = weight_of(b, p.layout, weight);
+        if (reach == READABLE) return multiply_few_rows(p, a, weight, y);
+        if (reach == NEITHER) return false;
+    }
+    return p.choice & DECODE && multiply_decoded(p, a, b, out, y, scratch);
+}
+
+// Adds the result of a product, of any number of rows' dims, and computes it.
+bool add_product(Product& p, Operand& a, Operand& b, Tensors& results) {
+    if (!p.plan(a, b)) return false;
+    Shape shape = p.layout == NT ? Shape(p.m, p.n) : a.shape;
+    shape.size[shape.dim - 1] = p.n;
+    Scratch scratch;
+    void* y = results.add(shape, p.dtype);
+    return multiply(p, a, b, shape.dim == 2 ? results.last() : nullptr, y, scratch);
+}
+
+bool optional_tensor(Arguments& call, int i, Tensor& t) { return !call.has(i) || call.tensor(i, t); }
+const Tensor* present(const Tensor& t) { return t.handle ? &t : nullptr; }
+
+}  // namespace
+
+bool gemm(Arguments& call, Tensors& results) {
+    if (call.text(9) != "auto" || call.flag(10)) return false;  // the caller has chosen who computes
+    const std::string_view layout = call.text(6);
+    Product p{};
+    p.layout = layout == "TN" ? TN : layout == "NN" ? NN : NT;
+    p.dtype = call.dtype(7);
+    if (p.layout == NT && layout != "NT") return false;
+    Operand a, b;
+    if (!a.read(call, 0) || !b.read(call, 3) || (!a.d && !b.d)) return false;
+    return optional_tensor(call, 8, p.bias) && add_product(p, a, b, results);
+}
+
+bool weight_gemm(Arguments& call, Tensors& results) {
+    Operand x, weight;
+    Product p{};
+    const i64 n = call.word(3);
+    if (!call.tensor(0, x.plain) || x.plain.shape.dim == 0 || !is_float(x.plain.dtype)) return false;
+    weight.d = quantizer_of(call.text(2));
+    if (!weight.d || !call.tensors(1, weight.buffers) || n < 1 || n > MOST_ELEMENTS) return false;
+    if (weight.buffers.size() != size_t(weight.d->slots)) return false;
+    x.shape = x.plain.shape;
+    weight.shape = Shape(n, x.shape.cols());
+    p.layout = TN;
+    p.dtype = x.plain.dtype;
+    return optional_tensor(call, 4, p.bias) && add_product(p, x, weight, results);
+}
+
+bool linear_forward(Arguments& call, Tensors& results) {
+    const ForwardPlan* plan = forward_plan_of(call.text(3));
+    Tensor scales, inputs[2], seeds[2];
+    Product p{};
+    p.layout = TN;
+    if (!plan || !call.tensor(0, inputs[0]) || !call.tensor(1, inputs[1])) return false;
+    if (!optional_tensor(call, 2, p.bias) || !optional_tensor(call, 4, scales)) return false;
+    if (!optional_tensor(call, 5, seeds[0]) || !optional_tensor(call, 6, seeds[1])) return false;
+    if (scales.handle && scales.shape.dim != 1) return false;
+    p.dtype = plan->dtype;
+    const PlannedOperand* planned[2] = {&plan->x, &plan->weight};
+    Scratch scratch;
+    Rows rows[2];
+    QuantizeOptions options[2];
+    Operand operands[2];
+    for (int i = 0; i < 2; i++) {
+        if (inputs[i].shape.dim != 2 || !rows[i].read(inputs[i], scratch)) return false;
+        if (!options[i].read(*planned[i]->all, present(scales), i, present(seeds[i]))) return false;
+        operands[i].d = planned[i]->part;
+        operands[i].shape = rows[i].shape;
+    }
+    if (!p.plan(operands[0], operands[1])) return false;
+    void* y = results.add(Shape(p.m, p.n), p.dtype);
+    const Handle out = results.last();
+    for (int i = 0; i < 2; i++)
+        if (planned[i]->kept) allocate(*planned[i]->kept, rows[i].shape, results, operands[i].at);
+    for (int i = 0; i < 2; i++) {
+        if (planned[i]->all->returns_amax) options[i].amax = (float*)results.add(Shape::vector(1), FLOAT32);
+        complete(*planned[i]->all, rows[i].shape, scratch, operands[i].at);
+        if (!quantize_rows(*planned[i]->all, rows[i], operands[i].at, options[i])) return false;
+    }
+    return multiply(p, operands[0], operands[1], out, y, scratch);
+}
+
+bool linear_backward(Arguments& call, Tensors& results) {
+    const BackwardPlan* plan = backward_plan_of(call.text(3));
+    Tensor given, scales, seed;
+    Operand dy, dy_columns, x, weight;
+    const i64 columns = call.word(2);
+    if (!plan || !call.tensor(0, given) || given.shape.dim != 2 || !call.tensors(1, x.buffers)) return false;
+    if (columns < 1 || columns > MOST) return false;
+    if (!optional_tensor(call, 4, scales) || !optional_tensor(call, 5, seed)) return false;
+    if (scales.handle && scales.shape.dim != 1) return false;
+    Scratch scratch;
+    Rows rows;
+    QuantizeOptions options;
+    if (!rows.read(given, scratch) || !options.read(*plan->dy, present(scales), 2, present(seed)))
+        return false;
+    const i64 m = rows.shape.size[0], n = rows.shape.size[1];
+    weight.buffers = x.buffers;
+    weight.first = plan->x ? size_t(plan->x->slots) : 0;
+    if (x.buffers.size() != weight.first + (plan->weight ? size_t(plan->weight->slots) : 0)) return false;
+    x.d = plan->x, x.shape = Shape(m, columns);
+    weight.d = plan->weight, weight.shape = Shape(n, columns);
+    dy.d = plan->dy_rows, dy_columns.d = plan->dy_columns;
+    dy.shape = dy_columns.shape = rows.shape;
+
+    Product dgrad{}, wgrad{};
+    dgrad.layout = NN, dgrad.dtype = plan->dtype;
+    wgrad.layout = NT, wgrad.dtype = plan->weight_dtype;
+    if (weight.d && !dgrad.plan(dy, weight)) return false;
+    if (x.d && !wgrad.plan(dy_columns, x)) return false;
+    void *dx = nullptr, *dw = nullptr;
+    Handle dx_out = nullptr, dw_out = nullptr;
+    if (weight.d) dx = results.add(Shape(m, columns), dgrad.dtype), dx_out = results.last();
+    if (x.d) dw = results.add(Shape(n, columns), wgrad.dtype), dw_out = results.last();
+    void* bias = plan->bias ? results.add(Shape::vector(n), rows.dtype) : nullptr;
+    if (plan->dy->returns_amax) options.amax = (float*)results.add(Shape::vector(1), FLOAT32);
+    complete(*plan->dy, rows.shape, scratch, dy.at);
+    dy_columns.at = dy.at;
+    if (!quantize_rows(*plan->dy, rows, dy.at, options)) return false;
+    if (weight.d && !multiply(dgrad, dy, weight, dx_out, dx, scratch)) return false;
+    // Where both directions hold the same codes, their values are decoded once.
+    if (dy.d == dy_columns.d) std::copy(dy.values, dy.values + 2, dy_columns.values);
+    if (x.d && !multiply(wgrad, dy_columns, x, dw_out, dw, scratch)) return false;
+    if (!bias) return true;
+    NormCall sum{};
+    sum.x = rows.data, sum.rows = m, sum.cols = n, sum.stride = rows.stride, sum.y = bias, sum.threads = 1;
+    return kernels.sum_rows(&sum, rows.dtype) == 0;
+}
+
+}  // namespace ops

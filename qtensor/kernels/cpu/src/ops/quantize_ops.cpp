@@ -1,0 +1,227 @@
+// The ops quantize, quantize_, dequantize and dequantize_, and the steps that they share with products.
+#include <cstdlib>
+#include <new>
+
+#include "steps.h"
+
+namespace ops {
+
+void* Scratch::get(i64 bytes) {
+    pieces_.emplace_back(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64), std::free);
+    if (!pieces_.back()) throw std::bad_alloc();
+    return pieces_.back().get();
+}
+
+// ---- buffers
+
+static i64 bytes_of(const Slot& slot, const Shape& shape) { return shape.elements() * BYTES[slot.dtype]; }
+
+void allocate(const Description& d, const Shape& shape, Tensors& results, Addresses& addresses) {
+    for (i32 i = 0; i < d.slots; i++) {
+        const Slot& slot = d.slot[i];
+        const BufferShape buffer(slot, shape);
+        void* at = results.add(buffer.shape, slot.dtype);
+        if (buffer.padded) memset(at, 0, size_t(bytes_of(slot, buffer.shape)));
+        addresses.at[slot.position] = at;
+    }
+}
+
+void complete(const Description& d, const Shape& shape, Scratch& scratch, Addresses& addresses) {
+    for (i32 i = 0; i < d.slots; i++) {
+        const Slot& slot = d.slot[i];
+        if (addresses.at[slot.position]) continue;
+        const BufferShape buffer(slot, shape);
+        const i64 bytes = bytes_of(slot, buffer.shape);
+        void* at = scratch.get(bytes);
+        if (buffer.padded) memset(at, 0, size_t(bytes));
+        addresses.at[slot.position] = at;
+    }
+}
+
+// Returns whether a buffer has the shape of a slot's. A slice of rows may lack the padding behind the factors
+// of its last row.
+static bool fits(const Description& d, const Slot& slot, const Tensor& t, const Shape& shape) {
+    const Shape whole = BufferShape(slot, shape).shape;
+    if (t.dtype != slot.dtype) return false;
+    if (t.shape == whole) return true;
+    const i64 *have = t.shape.size, *want = whole.size;
+    return slot.position == d.rows_of_factors && t.shape.dim == 2 && have[1] == want[1] &&
+           have[0] >= shape.rows() && have[0] < want[0];
+}
+
+bool find_buffers(const Description& d, const std::vector<Tensor>& buffers, size_t first, const Shape& shape,
+                  Direction direction, Addresses& addresses) {
+    if (buffers.size() < first + size_t(d.slots)) return false;
+    for (i32 i = 0; i < d.slots; i++) {
+        const Slot& slot = d.slot[i];
+        const Tensor& t = buffers[first + size_t(i)];
+        if (!fits(d, slot, t, shape)) return false;
+        if (!is_read(d, direction, slot)) continue;
+        if (!t.contiguous) return false;
+        addresses.at[slot.position] = const_cast<void*>(t.data);
+    }
+    return true;
+}
+
+// ---- quantize
+
+// Copies a tensor of any strides to contiguous memory.
+template <class Element>
+static void pack(const Tensor& t, Element* to) {
+    const i64 cols = t.shape.cols(), lines = t.shape.elements() / cols, outer = t.shape.dim - 1;
+    const i64 step = t.stride[outer];
+    i64 index[MAX_DIM] = {};
+    auto* from = (const Element*)t.data;
+    for (i64 line = 0; line < lines; line++) {
+        for (i64 k = 0; k < cols; k++) to[k] = from[k * step];
+        to += cols;
+        for (i64 d = outer; d-- > 0;) {  // to the next line
+            from += t.stride[d];
+            if (++index[d] < t.shape.size[d]) break;
+            from -= index[d] * t.stride[d];
+            index[d] = 0;
+        }
+    }
+}
+
+bool Rows::read(const Tensor& t, Scratch& scratch) {
+    if (!is_float(t.dtype) || !serves(t.shape)) return false;
+    data = t.data;
+    dtype = t.dtype;
+    shape = t.shape;
+    stride = shape.cols();
+    if (t.contiguous) return true;
+    if (shape.dim == 2 && t.stride[1] == 1 && t.stride[0] >= stride) {
+        stride = t.stride[0];
+        return true;
+    }
+    void* packed = scratch.get(shape.elements() * BYTES[dtype]);
+    if (BYTES[dtype] == 4)
+        pack(t, (u32*)packed);
+    else
+        pack(t, (u16*)packed);
+    data = packed;
+    return true;
+}
+
+bool QuantizeOptions::read(const Description& d, const Tensor* scales, i64 role, const Tensor* seed_tensor) {
+    if (seed_tensor && !seed_tensor->is_one(INT64)) return false;
+    if (d.stochastic) {
+        if (!seed_tensor) return false;
+        seed = *(const i64*)seed_tensor->data;
+    }
+    if (!d.needs_scale) return true;
+    if (!scales || !scales->is(FLOAT32) || scales->shape.elements() <= role) return false;
+    scale = (const float*)scales->data + role;
+    return true;
+}
+
+bool quantize_rows(const Description& d, const Rows& x, const Addresses& to, const QuantizeOptions& options) {
+    QuantizeArguments a{};
+    a.quantizer = &d.quantizer;
+    a.x = x.data;
+    a.dtype = x.dtype, a.rows = x.shape.rows(), a.cols = x.shape.cols(), a.stride = x.stride, a.threads = 1;
+    a.row = {(u8*)to.at[0], to.at[1], (float*)to.at[2], nullptr};
+    a.column = {(u8*)to.at[4], to.at[5], (float*)to.at[6], nullptr};
+    a.scale_inv = to.scale_inv();
+    a.scale = options.scale, a.amax_out = options.amax, a.seed = options.seed;
+    a.row_global = (float*)to.at[9], a.column_global = (float*)to.at[10];
+    return kernels.quantize(&a) == 0;
+}
+
+// The arguments that quantize and quantize_ share; each is null where the call has none.
+struct QuantizeInputs {
+    Tensor x, scale, seed;
+    const Description* d = nullptr;
+    QuantizeOptions options;
+
+    bool read(Arguments& call, int scale_at, int seed_at) {
+        d = quantizer_of(call.text(1));
+        if (!d || !call.tensor(0, x) || call.has(scale_at + 1)) return false;  // amax: maxima of the caller
+        if (call.has(scale_at) && !(d->needs_scale && call.tensor(scale_at, scale) && scale.is_one(FLOAT32)))
+            return false;
+        if (call.has(seed_at) && !call.tensor(seed_at, seed)) return false;
+        return options.read(*d, call.has(scale_at) ? &scale : nullptr, 0,
+                            call.has(seed_at) ? &seed : nullptr);
+    }
+};
+
+bool quantize(Arguments& call, Tensors& results) {
+    QuantizeInputs q;
+    Scratch scratch;
+    Rows x;
+    if (!q.read(call, 2, 4) || !x.read(q.x, scratch)) return false;
+    Addresses addresses;
+    allocate(*q.d, x.shape, results, addresses);
+    if (q.d->returns_amax) q.options.amax = (float*)results.add(Shape::vector(1), FLOAT32);
+    return quantize_rows(*q.d, x, addresses, q.options);
+}
+
+bool quantize_in_place(Arguments& call, Tensors&) {
+    QuantizeInputs q;
+    Scratch scratch;
+    Rows x;
+    std::vector<Tensor> out;
+    if (call.has(6) || !q.read(call, 3, 5)) return false;  // 6: noop_flag
+    if (!call.tensors(2, out) || !x.read(q.x, scratch)) return false;
+    const auto slots = size_t(q.d->slots);
+    const bool has_amax = out.size() > slots;
+    if (out.size() < slots || out.size() > slots + size_t(q.d->returns_amax)) return false;
+    if (has_amax && !out.back().is_one(FLOAT32)) return false;
+    Addresses addresses;
+    for (size_t i = 0; i < slots; i++) {
+        const Slot& slot = q.d->slot[i];
+        if (!out[i].is(slot.dtype) || !(out[i].shape == BufferShape(slot, x.shape).shape)) return false;
+        if (!(addresses.at[slot.position] = out[i].writable())) return false;
+    }
+    if (has_amax && !(q.options.amax = (float*)out.back().writable())) return false;
+    return quantize_rows(*q.d, x, addresses, q.options);
+}
+
+// ---- decode
+
+bool decode(const Description& d, const Addresses& from, Direction direction, i64 rows, i64 cols, void* y,
+            i64 dtype, bool without_scale) {
+    static const float one = 1.0f;
+    const bool columnwise = d.columnwise[direction];
+    DequantizeArguments a{};
+    a.quantizer = &d.quantizer;
+    a.y = y;
+    a.dtype = dtype, a.rows = rows, a.cols = cols, a.count = rows, a.threads = 1;
+    const int first = columnwise ? 4 : 0, global = columnwise ? 10 : 9;
+    const DecodeBuffers read{(u8*)from.at[first], from.at[first + 1],
+                             (float*)from.at[d.stores_global ? global : first + 2]};
+    (columnwise ? a.column : a.row) = read;
+    a.scale_inv = without_scale ? &one : from.scale_inv();
+    return kernels.dequantize(&a) == 0;
+}
+
+static const Description* find_coded(Arguments& call, Shape& shape, Addresses& addresses) {
+    const Description* d = quantizer_of(call.text(1));
+    std::vector<Tensor> buffers;
+    if (!d || !call.shape(2, shape) || !serves(shape) || !call.tensors(0, buffers)) return nullptr;
+    if (buffers.size() != size_t(d->slots)) return nullptr;
+    return find_buffers(*d, buffers, 0, shape, OWN, addresses) ? d : nullptr;
+}
+
+bool dequantize(Arguments& call, Tensors& results) {
+    Shape shape;
+    Addresses addresses;
+    const i64 dtype = call.dtype(3);
+    const Description* d = is_float(dtype) ? find_coded(call, shape, addresses) : nullptr;
+    if (!d) return false;
+    return decode(*d, addresses, OWN, shape.rows(), shape.cols(), results.add(shape, dtype), dtype);
+}
+
+bool dequantize_in_place(Arguments& call, Tensors&) {
+    Shape shape;
+    Addresses addresses;
+    Tensor out;
+    if (!call.tensor(3, out) || !is_float(out.dtype) || !out.contiguous) return false;
+    const Description* d = find_coded(call, shape, addresses);
+    if (!d || !(out.shape == shape)) return false;
+    void* y = out.writable();
+    return y && decode(*d, addresses, OWN, shape.rows(), shape.cols(), y, out.dtype);
+}
+
+}  // namespace ops

@@ -1,0 +1,90 @@
+// The steps that the ops consist of: memory for buffers, quantize, decode.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "description.h"
+
+namespace ops {
+
+constexpr i64 MAX_LOGICAL_DIM = 8;
+// Most elements of a tensor that the ops quantize or decode. The kernels use one thread up to this size
+// (native.py: ONE_THREAD); beyond it they compute for so long that the time of Python does not matter.
+constexpr i64 MOST = 1 << 19;
+
+// Memory until the end of the scope, at multiples of 64 bytes.
+class Scratch {
+    std::vector<std::unique_ptr<void, void (*)(void*)>> pieces_;
+
+public:
+    void* get(i64 bytes);
+    float* floats(i64 count) { return (float*)get(count * i64(sizeof(float))); }
+};
+
+// The addresses of a quantized tensor's buffers by position, null for absent ones.
+struct Addresses {
+    void* at[POSITIONS] = {};
+    float* scale_inv() const { return (float*)at[SHARED]; }
+};
+
+// Returns whether the ops quantize or decode tensors of such a shape.
+inline bool serves(const Shape& shape) {
+    return shape.dim > 0 && shape.dim <= MAX_LOGICAL_DIM && shape.elements() > 0 && shape.elements() <= MOST;
+}
+
+// Adds the buffers of a tensor to `results`, in slot order. Padding is zero.
+void allocate(const Description& d, const Shape& shape, Tensors& results, Addresses& addresses);
+// Gives the buffers that have no address yet scratch memory.
+void complete(const Description& d, const Shape& shape, Scratch& scratch, Addresses& addresses);
+
+// Finds the addresses of the buffers that a direction reads, among tensors from number `first` on. Returns
+// false if a kernel cannot read them: they are those of a part of a tensor, or do not fit the shape.
+bool find_buffers(const Description& d, const std::vector<Tensor>& buffers, size_t first, const Shape& shape,
+                  Direction direction, Addresses& addresses);
+// Returns whether a direction reads the buffer of a slot.
+inline bool is_read(const Description& d, Direction direction, const Slot& slot) {
+    const i32 global = d.stores_global ? 9 + d.columnwise[direction] : -1, at = slot.position;
+    return at == SHARED || at == global || (at < SHARED && (at >= 4) == d.columnwise[direction]);
+}
+
+// A tensor as the quantize kernels read it: rows of contiguous elements.
+struct Rows {
+    const void* data = nullptr;
+    i64 dtype = OTHER_TYPE, stride = 0;
+    Shape shape;
+    // Returns false if the ops do not quantize such a tensor. Copies it to scratch memory where rows are not
+    // contiguous.
+    bool read(const Tensor& t, Scratch& scratch);
+};
+
+struct QuantizeOptions {
+    const float* scale = nullptr;
+    float* amax = nullptr;
+    i64 seed = 0;
+    // Reads arguments of an op, null where there are none: scales (of which number `role` counts) and a seed.
+    // Returns false if they are not what the quantizer takes.
+    bool read(const Description& d, const Tensor* scales, i64 role, const Tensor* seed_tensor);
+};
+bool quantize_rows(const Description& d, const Rows& x, const Addresses& to, const QuantizeOptions& options);
+
+// Decodes buffers of a tensor (rows, cols) in a direction to a contiguous one. `without_scale`: leaves out
+// the factor that all elements share.
+bool decode(const Description& d, const Addresses& from, Direction direction, i64 rows, i64 cols, void* y,
+            i64 dtype, bool without_scale = false);
+
+// ---- the ops. Each reads its arguments and adds its results; it returns false, with nothing written that
+// the caller sees, if Python must serve the call.
+bool quantize(Arguments& call, Tensors& results);
+bool quantize_in_place(Arguments& call, Tensors& results);
+bool dequantize(Arguments& call, Tensors& results);
+bool dequantize_in_place(Arguments& call, Tensors& results);
+bool gemm(Arguments& call, Tensors& results);
+bool weight_gemm(Arguments& call, Tensors& results);
+bool linear_forward(Arguments& call, Tensors& results);
+bool linear_backward(Arguments& call, Tensors& results);
+bool delayed_begin(Arguments& call, Tensors& results);
+bool record_amax(Arguments& call, Tensors& results);
+bool record_gradient_amax(Arguments& call, Tensors& results);
+bool advance_step(Arguments& call, Tensors& results);
+
+}  // namespace ops

@@ -1,0 +1,309 @@
+"""Serve ops on a CPU in C++, from the first call on (kernels/cpu/src/ops).
+
+Schema, fake and the Python kernel of an op are those of ``leaf_op``. C++ adds a kernel for tensors
+on the CPU, which reaches neither Python nor torch's operators: it checks the arguments, allocates
+the outputs and calls the CPU kernels. It knows of Python what this module tells it, each once:
+what a canonical text means, what a plan of a linear layer means, and who computes a product.
+
+A call that C++ does not serve, such as one with a user's own format or with wrong arguments, goes
+on to the Python kernel: as the op of the same name in the namespace ``qtensor_python``. A C++
+kernel cannot pass a Python exception on, so that op keeps it, and the op that was called raises it
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import platform
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qtensor.core.errors import QTensorError
+from qtensor.core.linear_plans import backward_plan, forward_plan
+from qtensor.core.quantizer_registry import parse, readable_part, slots_within, usage_part
+from qtensor.core.torch_state import in_backward, without_modes
+from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.descriptions import (
+    DTYPES,
+    CBackwardPlan,
+    CDescription,
+    CForwardPlan,
+    CPlannedOperand,
+    CProblem,
+    CTwin,
+    describe,
+    describe_twin,
+)
+from qtensor.library.define import BODIES, SCHEMAS
+from qtensor.library.gemm import LAYOUTS, check_operands
+from qtensor.library.recomputation import may_run_again
+
+_MOST_TEXTS = 16384
+"""Texts of a kind that are described; C++ holds their descriptions as long as the process lives."""
+_QUANTIZERS: dict[str, CDescription] = {}
+_MADE: dict[tuple[Any, str], Any] = {}
+_CPU = torch.device("cpu")
+_FEW_ROWS, _DECODE = 1, 2
+_IN_BACKWARD, _MAY_RUN_AGAIN = 1, 2
+
+
+# ---- what C++ asks
+
+
+def _address(canonical: str) -> int | None:
+    """Return the address of the description of a canonical text; None for "".
+
+    Raises:
+        QTensorError: C++ does not serve the format, or nothing has this text.
+    """
+    if not canonical:
+        return None
+    description = _QUANTIZERS.get(canonical)
+    if description is None:
+        description = describe(parse(canonical)) if len(_QUANTIZERS) < _MOST_TEXTS else None
+        if description is None:
+            raise QTensorError(canonical)
+        description = _QUANTIZERS.setdefault(canonical, description)
+    return ctypes.addressof(description)
+
+
+def _twin(canonical: str) -> CTwin:
+    quantizer = parse(canonical)
+    address = _address(quantizer.transpose_plan[0].canonical)
+    assert address is not None  # noqa: S101 - only "" has none
+    return describe_twin(quantizer, address)
+
+
+def _planned(canonical: str, kept: str) -> CPlannedOperand:
+    slots_within(canonical, kept)
+    _, part = usage_part(canonical, "rowwise")
+    if not part:
+        raise QTensorError(canonical)
+    return CPlannedOperand(_address(canonical), _address(part), _address(kept))
+
+
+def _forward_plan(text: str) -> CForwardPlan:
+    plan = forward_plan(text)
+    x = _planned(plan.x_quantizer, plan.x_kept)
+    return CForwardPlan(
+        x, _planned(plan.weight_quantizer, plan.weight_kept), DTYPES.index(plan.dtype)
+    )
+
+
+def _backward_plan(text: str) -> CBackwardPlan:
+    plan = backward_plan(text)
+    canonical, quantizer = plan.quantizer, parse(plan.quantizer)
+    rows, columns = (
+        usage_part(canonical, "rowwise")[1],
+        readable_part(canonical, "columnwise")[1],
+    )
+    if quantizer.rowwise and quantizer.spec.transpose_shares_bytes:
+        # Both directions hold the same codes: one of them serves both products.
+        canonical = columns = rows
+    if plan.weight_kept and not rows:
+        raise QTensorError(text)
+    dtypes = DTYPES.index(plan.dtype), DTYPES.index(plan.weight_dtype)
+    texts = (canonical, rows, columns, plan.x_kept, plan.weight_kept)
+    return CBackwardPlan(*map(_address, texts), *dtypes, plan.bias)
+
+
+def _made(make: Callable[[str], Any], text: str) -> int | None:
+    key = make, text
+    if key not in _MADE:
+        if len(_MADE) >= _MOST_TEXTS:
+            return None
+        _MADE.setdefault(key, make(text))
+    return ctypes.addressof(_MADE[key])
+
+
+_KINDS: tuple[Callable[[str], int | None], ...] = (
+    _address,
+    functools.partial(_made, _twin),
+    functools.partial(_made, _forward_plan),
+    functools.partial(_made, _backward_plan),
+)
+"""By `enum Kind` of register.cpp."""
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
+def _tell(kind: int, text: bytes) -> int | None:
+    try:
+        return _KINDS[kind](text.decode())
+    except (QTensorError, ValueError):
+        return None  # The Python kernel raises what there is to raise.
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(CProblem))
+def _choose(problem: Any) -> int:
+    try:
+        return _choice_of(problem.contents)
+    except QTensorError:
+        return 0
+
+
+def _text_at(address: int | None) -> str:
+    return "" if address is None else CDescription.from_address(address).text.decode()
+
+
+def _choice_of(problem: CProblem) -> int:
+    """Return who computes a product: bits of the backends, first the preferred one."""
+    # Only a product needs the backends.
+    from qtensor.kernels.products import choice  # noqa: PLC0415
+
+    a_shape, b_shape = (problem.a_rows, problem.a_cols), (problem.b_rows, problem.b_cols)
+    texts, layout = (_text_at(problem.a), _text_at(problem.b)), LAYOUTS[problem.layout]
+    left, right = (parse(text) if text else None for text in texts)
+    check_operands(left, a_shape, right, b_shape, layout)
+    n = b_shape[0] if layout == "TN" else b_shape[1]
+    bias = None if problem.bias_dtype < 0 else ((n,), DTYPES[problem.bias_dtype])
+    a = texts[0], a_shape, DTYPES[problem.a_dtype]
+    b = texts[1], b_shape, DTYPES[problem.b_dtype]
+    call = choice.ProductCall(a, b, layout, DTYPES[problem.dtype], _CPU, False, bias)
+    first, *others = choice.choice_of(call).runners
+    if first.name == "reference":
+        return _DECODE
+    if not isinstance(first, choice.FewRows) or first.mirrored is not None:
+        return 0
+    return _FEW_ROWS | (_DECODE if others[0].name == "reference" else 0)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int32)
+def _situation() -> int:
+    return _IN_BACKWARD * in_backward() | _MAY_RUN_AGAIN * may_run_again()
+
+
+# ---- errors of the Python kernels
+
+
+class _Kept(threading.local):
+    error: tuple[BaseException, str] | None = None
+
+
+_KEPT = _Kept()
+"""The exception of the Python kernel that this thread ran last, and the text that C++ raises."""
+
+
+def _keeping(handle: Any, body: Callable[..., Any], nothing: Any) -> Callable[..., Any]:
+    """Return a Python kernel that keeps its exception and returns `nothing` then."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return body(*args)
+        except BaseException as error:  # noqa: BLE001 - `_raising` raises it
+            text = f"{type(error).__name__}: {error}"
+            _KEPT.error = error, text
+            handle.qtensor_ops_fail(text.encode())
+            return nothing
+
+    return call
+
+
+def _raising(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an op that raises the exception of its Python kernel instead of C++'s."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return op(*args, **kwargs)
+        except RuntimeError as raised:
+            kept, _KEPT.error = _KEPT.error, None
+            if kept is None or kept[1] not in str(raised):
+                raise
+            error = kept[0]
+            del kept
+        try:
+            raise error
+        finally:
+            del error  # Its traceback holds this frame.
+
+    return call
+
+
+# ---- registration
+
+_PYTHON = torch.library.Library("qtensor_python", "DEF")
+_FUNCTIONS = ("qt_quantize", "qt_dequantize", "qt_linear", "qt_sum_rows", "qt_finish", "qt_widen")
+"""`struct Kernels` of description.h."""
+
+
+@functools.cache
+def library() -> Any:
+    """Return the C++ library, or None where it is not built."""
+    if platform.system() != "Linux":
+        return None
+    try:
+        # Only a process that computes needs the compiler cache.
+        from qtensor.build.cache import build, is_built  # noqa: PLC0415
+        from qtensor.kernels.cpu.sources import ops_build_spec  # noqa: PLC0415
+
+        spec = ops_build_spec()
+        if not is_built(spec):
+            return None
+        handle = ctypes.CDLL(str(build(spec)))
+        handle.qtensor_ops_register.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        handle.qtensor_ops_register.restype = ctypes.c_char_p
+        handle.qtensor_ops_kinds.restype = ctypes.c_char_p
+    except (QTensorError, OSError, AttributeError):
+        # The Python kernels give the same bytes.
+        return None
+    return handle
+
+
+def _addresses(functions: Iterable[Any]) -> Any:
+    pointers = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
+    return (ctypes.c_void_p * len(pointers))(*pointers)
+
+
+def serve(kernels: native.Library) -> None:
+    """Let C++ serve ops with a library of kernels, from now on."""
+    handle = library()
+    if handle is None:
+        return
+    with _LOCK:
+        handle.qtensor_ops_use(_addresses(getattr(kernels.handle, name) for name in _FUNCTIONS))
+        _register()
+
+
+_LOCK = threading.Lock()
+
+
+@functools.cache
+def _register() -> None:
+    """Register the C++ kernels, unless this version of torch lacks a function that they call."""
+    handle = library()
+    names = [name for name in BODIES if handle.qtensor_ops_kinds(name.encode())]
+    with without_modes():
+        nothing = torch.empty(0, device="cpu")
+    results = {"Tensor": nothing, "Tensor[]": [], "()": None}
+    for name in names:
+        schema = SCHEMAS[name]
+        failed = results.get(schema.rsplit(" -> ", 1)[1], (nothing, nothing))
+        _PYTHON.define(schema)
+        _PYTHON.impl(name, _keeping(handle, BODIES[name], failed), "CompositeExplicitAutograd")
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    if handle.qtensor_ops_register(torch_cpu._handle, _addresses((_tell, _choose, _situation))):
+        return
+    for name in names:
+        packet = getattr(torch.ops.qtensor, name)
+        for op in (packet, packet.default):
+            op._op = _raising(op._op)
+
+
+@contextlib.contextmanager
+def left_to_python() -> Iterator[None]:
+    """Leave all calls in a region to Python, for tests and benchmarks that compare the two ways."""
+    handle = library()
+    before = 0 if handle is None else handle.qtensor_ops_enable(0)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.qtensor_ops_enable(before)
+
+
+native.LISTENERS.append(serve)
