@@ -90,7 +90,7 @@ def untrusted(path: Path, sticky_below: Path | None = None) -> str | None:
 
 
 def _chain(path: Path) -> Iterator[Path]:
-    """Yield `path`, its parents, and those of the path that its symbolic links lead to."""
+    """Yield `path` and its parents, then the path that its links lead to and its parents."""
     resolved = path.resolve()
     yield from (path, *path.parents)
     if resolved != path:

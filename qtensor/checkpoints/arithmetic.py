@@ -110,7 +110,7 @@ def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size | tuple[in
 
 
 def broadcast(factor: Tensor) -> Tensor:
-    """Return the factor of a tensor as (), or those of its experts as (E, 1, 1)."""
+    """Return the factor of a tensor as (), or the factors of its experts as (E, 1, 1)."""
     return factor.reshape(-1, 1, 1) if factor.numel() > 1 else factor.reshape(())
 
 

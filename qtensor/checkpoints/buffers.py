@@ -48,7 +48,7 @@ _FIELDS = {
 
 
 def kind_of(quantizer: Quantizer) -> str:
-    """Return the format id of a quantizer; those of FP8 say where the factors belong.
+    """Return the format id of a quantizer; FP8 ids say what a factor belongs to.
 
     They are ``"fp8"`` for one factor, ``"fp8_rowwise"`` and ``"fp8_columns"``, and
     ``"fp8_blockwise"`` and ``"fp8_groups"`` for blocks of 128x128 and 1x128.

@@ -143,7 +143,7 @@ def from_experts(factors: Tensor, rows: int) -> TensorFactor:
 
 
 def expert_factors(factors: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the factor of each expert (E,) from those of its rows, or None if they differ.
+    """Return the factor of each expert (E,) from the factors of its rows; None if they differ.
 
     Args:
         factors: float32 (E * N,), one for each row; on the meta device they count as equal.

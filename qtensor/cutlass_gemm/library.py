@@ -141,7 +141,7 @@ def list_built() -> tuple[Built, ...]:
 
 
 def clean(specs: Sequence[KernelSpec]) -> tuple[Built, ...]:
-    """Remove the libraries of kernels, also those of older releases, and return what was removed.
+    """Remove the libraries of kernels, of older releases too, and return what was removed.
 
     Processes that have loaded a library can go on using it.
     """

@@ -1,7 +1,7 @@
 """Record the operations of a ``qtensor.ops.Sequential``, and operations that run alone.
 
 While it is recorded, a sequence runs a plan of its own: without the library's fusions and without
-handing over quantized tensors, which change no byte, so that every tensor between two operations
+handing over quantized tensors, which change no byte. Every tensor between two operations then
 exists and is plain. Fusions of the user run as they are; only their first input and their last
 output are seen. The steps of the plan hand their tensors to the recorder.
 """

@@ -65,7 +65,7 @@ class Totals(NamedTuple):
     def plus(self, later: Totals) -> Totals:
         """Return the statistics of both.
 
-        The columns of ``later`` were counted with those of the calls before.
+        The columns of ``later`` were counted together with the calls before.
         """
         sums = [a + b for a, b in zip(self, later, strict=True)]
         return Totals(*sums)._replace(
@@ -122,7 +122,7 @@ def measure(
     Args:
         x: a floating tensor of any shape, or a quantized one.
         quantizer: quantizes a plain ``x`` for the comparison; None compares nothing. Stochastic
-            rounding uses a seed of its own, so that no random state changes.
+            rounding uses a seed of its own; no random state changes.
         scale: float32 (1,), the encode factor of delayed scaling.
         reference: the high-precision values of a quantized ``x``, of its shape.
         before: the columns of earlier calls.

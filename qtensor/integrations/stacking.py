@@ -77,7 +77,7 @@ def _check_alike(flat: Sequence[QuantizedTensor], grid: Grid, op: str) -> None:
 def _kind(tensor: QuantizedTensor) -> str:
     """Return the canonical text of a quantizer without the options that ``stack`` brings in line.
 
-    A quantizer with columnwise data has a text of its own, so that it matches no other.
+    A quantizer with columnwise data has a text of its own, which matches no other.
     """
     quantizer = quantizer_of(tensor)
     if isinstance(quantizer, NVFP4Quantizer) and not quantizer.columnwise:

@@ -24,7 +24,7 @@ _READ: dict[Any, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """Describe one role of a layer over all recorded steps; each number is that of its worst step.
+    """Describe one role of a layer over all recorded steps; each number comes from its worst step.
 
     Attributes:
         layer: the layer, as ``qtensor.debug.record`` names it.

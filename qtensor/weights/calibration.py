@@ -71,7 +71,7 @@ def survey(
             found[name].squares[expert] += part.double().square().sum(0)
 
     def finish(name: str, x: Tensor | None) -> None:
-        # The last input is held, so that no other tensor can have its identity.
+        # The last input is held: no other tensor can then have its identity.
         version = -1 if x is None or x.is_inference() else x._version
         if last[0] is None or last[0][0] is not x or last[0][1] != version or version < 0:
             last[:] = [(x, version), last[1] + 1]

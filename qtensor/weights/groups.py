@@ -17,7 +17,7 @@ TOGETHER = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Names of layers that servers fuse into one matrix, so that they must have one format."""
+"""Names of layers that servers fuse into one matrix, which must have one format."""
 
 _EXPERT = re.compile(r"\bexperts\.\d+\b")
 

@@ -40,7 +40,7 @@ class LinearLayer:
         parameters: names of the weights in each module. A ``GroupedLinear`` has one for each
             expert.
         transposed: whether the weight is stored as (K, N), as in ``Conv1D`` of transformers.
-        stacked: whether the weight is (E, N, K), that of all experts of transformers.
+        stacked: whether the weight is (E, N, K), for all experts of a block of transformers.
         note: text about the layer for a report.
     """
 
@@ -94,7 +94,7 @@ class LinearLayer:
                 setattr(module, name, parameter)
 
     def put(self, weights: Iterable[Tensor]) -> None:
-        """Replace the weights by frozen parameters, which hold tensors like those of ``weights``.
+        """Replace the weights by frozen parameters with other values, in the form of ``weights``.
 
         Modules that share a weight share the new one.
         """

@@ -62,7 +62,7 @@ class Rounding:
 
     @property
     def chooses(self) -> bool:
-        """Whether codes or factors may differ from those of ``quantize``."""
+        """Whether codes or factors may differ from what ``quantize`` gives."""
         return self.compensate or self.scales != "nearest"
 
     @property

@@ -2,7 +2,7 @@
 
 The package ``safetensors`` is not used, for three reasons: checkpoints open with torch and numpy
 alone; each problem of a file needs an error that names the file and the tensor; and a writer must
-write tensors one by one, so that memory stays bounded.
+write tensors one by one, in bounded memory.
 
 A file is: 8 bytes, the size n of the header as a little-endian integer; n bytes, a JSON object
 (UTF-8, may end in spaces) of ``name: {"dtype", "shape", "data_offsets": [begin, end]}`` and
@@ -288,7 +288,7 @@ class SafetensorsWriter:
     ) -> None:
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
-        The file holds wide dtypes first, so that every tensor is aligned.
+        The file holds wide dtypes first; every tensor is then aligned.
 
         Raises:
             CheckpointError: a name occurs twice, a dtype has no name in the format, the header is

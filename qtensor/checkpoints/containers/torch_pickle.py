@@ -134,7 +134,7 @@ class _Bytes(io.BytesIO):
 
 
 class InertUnpickler(pickle._Unpickler):
-    """Read pickles that follow each other; ``value`` returns that of the next one.
+    """Read pickles that follow each other; ``value`` returns the value of the next one.
 
     The base class is the one in Python. That in C cannot check the keys of a dict, and reserves
     memory for any memo index.
@@ -220,7 +220,7 @@ class InertUnpickler(pickle._Unpickler):
         return record
 
     def load_frame(self) -> None:
-        """Skip the size of a frame, so that every read is counted."""
+        """Skip the size of a frame; every read is then counted."""
         self.read(8)
 
     def load_reduce(self) -> None:

@@ -55,7 +55,7 @@ def zip_entries(file: Path, data: Mapped, path: str) -> dict[str, Entry]:
 
     Raises:
         CheckpointError: the zip is damaged, a name leaves it or occurs twice, or an entry is
-            compressed, encrypted, or ends behind the file.
+            compressed, encrypted, or ends after the file.
     """
     found: dict[str, Entry] = {}
     try:
@@ -207,8 +207,8 @@ class StateDict:
 class TorchZip(SafetensorsFile):
     """Read one file of ``torch.save``; the container of layouts torchao and Transformer Engine.
 
-    Opening reads the directory of the zip and the pickle. The map is private, as that of a
-    safetensors file. ``TensorInfo.start`` of an ``_extra_state``, which lies in the pickle, is 0.
+    Opening reads the directory of the zip and the pickle. The map is private, as for
+    safetensors files. ``TensorInfo.start`` of an ``_extra_state``, which lies in the pickle, is 0.
     """
 
     kind = "torch"

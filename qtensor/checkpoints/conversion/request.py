@@ -35,7 +35,7 @@ class Progress(NamedTuple):
     """Say how far a conversion is.
 
     Attributes:
-        done: bytes of the source that are done; those of resumed shards count as done.
+        done: bytes of the source that are done, resumed shards included.
         total: bytes of all tensors of the source that are carried.
         seconds: time since the call began.
         worked: bytes of the source that this call converted.

@@ -45,7 +45,7 @@ from qtensor.storage.tensor import QuantizedTensor
 _SMALL = 1 << 20
 """Tensors below this number of bytes are written at once, without a thread."""
 _CARRIED_FILES = (".json", ".txt", ".model", ".jinja", ".py")
-"""Ends of the names of files, such as those of a tokenizer, that go into the result."""
+"""Ends of the names of other files that go into the result, such as tokenizer files."""
 _OURS = ("config.json", "hf_quant_config.json", "quantize_config.json")
 
 
@@ -185,7 +185,7 @@ class Stream:
     def _put(
         self, file: SafetensorsWriter, step: Step, make: Callable[[], dict[str, Tensor]]
     ) -> None:
-        """Write stored tensors on a thread, after those of the tensor before."""
+        """Write stored tensors on a thread, once the tensor before is written."""
 
         def write() -> None:
             for name, tensor in make().items():
