@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from qtensor.autocasting import active_recipe
 from qtensor.core.dtensors import local_part, part_of
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.modules.convert import Filter
 from qtensor.modules.quantized_module import QuantizedModule
@@ -163,7 +164,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         return self._memory.writes, self._memory.root._version, group
 
     def _maxima(
-        self, values: Tensor, sent: Quantizer, group: dist.ProcessGroup
+        self, values: Tensor, sent: QuantizerLike, group: dist.ProcessGroup
     ) -> list[Tensor] | None:
         """Return the maxima of a shard; maxima that all rows share are taken over all shards."""
         maxima: list[Tensor] = AMAX(values, sent.canonical)
