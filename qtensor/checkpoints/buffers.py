@@ -82,9 +82,6 @@ def assemble(
         dtype: the nominal dtype.
         parts: the stored tensors, in any shape with as many elements as the unpadded buffer has.
             float8 tensors become their codes; factors of another float dtype become float32.
-
-    Raises:
-        QTensorError: a part is missing or has a wrong number of elements.
     """
     buffers = []
     for slot in quantizer.slots:
@@ -119,11 +116,7 @@ def _buffer(slot: Slot, part: Tensor, shape: Shape) -> Tensor:
 
 
 def rowwise_parts(tensor: QuantizedTensor) -> Parts:
-    """Return the rowwise buffers of a tensor without padding and not swizzled; codes are shared.
-
-    Raises:
-        QTensorError: the tensor has no rowwise data.
-    """
+    """Return the rowwise buffers of a tensor without padding and not swizzled; codes are shared."""
     found: dict[str, Tensor] = {}
     for slot in tensor.quantizer.slots:
         if slot.keyword not in _FIELDS:

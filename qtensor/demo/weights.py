@@ -29,9 +29,6 @@ def load_weights(path: Path, name: str | None = None) -> tuple[Source, dict[str,
 
     Returns:
         The totals, and name to (rows, columns) tensor in the order of the names.
-
-    Raises:
-        QTensorError: the file is not a safetensors file, or holds no matrix.
     """
     try:
         with safe_open(path, framework="pt") as file:

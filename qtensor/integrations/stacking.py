@@ -37,10 +37,6 @@ def stack(grid: Grid, op: str = "stack") -> QuantizedTensor:
 
     Returns:
         (E, N, K), N the sum over the parts, rowwise.
-
-    Raises:
-        UnsupportedError: the matrices have different formats, or a factor is shared by rows of two
-            matrices.
     """
     flat = [part for parts in grid for part in parts]
     first = flat[0]

@@ -252,11 +252,7 @@ def used_states(module: Any) -> Iterator[tuple[str, DelayedState]]:
 def take_entries(
     module: Any, state_dict: dict[str, Any], prefix: str
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Remove the entries of delayed scaling from a dict, and return checked values by weight.
-
-    Raises:
-        QTensorError: one entry without the other, or ``check_checkpoint`` refuses the values.
-    """
+    """Remove the entries of delayed scaling from a dict, and return checked values by weight."""
     loaded: dict[str, tuple[Tensor, Tensor]] = {}
     for weight, state in module._states.items():
         key = f"{prefix}_delayed_scaling.{weight}"
@@ -276,11 +272,7 @@ def take_entries(
 
 
 def _check_taught(label: str) -> None:
-    """Refuse entries that ``broadcast_from_rank0`` would have given to rank 0 alone.
-
-    Raises:
-        UnsupportedError: a program of several ranks has not imported ``qtensor.distributed``.
-    """
+    """Refuse entries that ``broadcast_from_rank0`` would have given to rank 0 alone."""
     if (rank := this_rank()) and not is_installed():
         rule = "with broadcast_from_rank0, the other ranks get them after an import alone"
         fix = "Add `import qtensor.distributed` to the program"

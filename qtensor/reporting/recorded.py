@@ -60,9 +60,6 @@ def recorded(log: Log | Iterable[Record] | str | os.PathLike[str]) -> tuple[Reco
 
     Args:
         log: a ``Log``, its records, or the path of a file that ``record(jsonl=...)`` wrote.
-
-    Raises:
-        QTensorError: the file cannot be read or is not such a file, or it has no records.
     """
     if isinstance(log, str | os.PathLike):
         records: Iterable[Record] = _lines(os.fspath(log))

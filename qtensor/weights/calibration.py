@@ -52,10 +52,6 @@ def survey(
     """Run the model on all inputs, and return what each layer received, in the order of first use.
 
     The model is in eval mode; the caller turns gradients off.
-
-    Raises:
-        QTensorError: the model failed on an input, or a layer did not run, or had an input that is
-            not finite.
     """
     found: dict[str, LayerInputs] = {}
     numbers: dict[str, list[int]] = {name: [] for name in layers}

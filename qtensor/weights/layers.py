@@ -114,9 +114,6 @@ def linear_layers(
 
     Returns:
         The layers to quantize, in the model's order, and the reports of the others.
-
-    Raises:
-        ArgumentTypeError: ``model`` is not a module, or ``filter_fn`` not a function.
     """
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
@@ -242,10 +239,6 @@ def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> 
     """Return the first pattern that matches each name; names without one are left out.
 
     ``what`` is the argument that holds the patterns, the most important first.
-
-    Raises:
-        QTensorError: a pattern matches no name.
-        ArgumentTypeError: a pattern is not a string.
     """
     patterns, names = list(patterns), list(names)
     for pattern in patterns:

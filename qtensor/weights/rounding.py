@@ -149,10 +149,6 @@ def check_weight(layer: Layer, own: str, weight: Tensor, rounding: Rounding) -> 
     """Refuse a weight or a format that only rounds to nearest.
 
     The weight is (N, K), or (E, N, K) for stacked experts; ``own`` is its name in the layer.
-
-    Raises:
-        QTensorError: the format does not allow chosen codes, or the weight has NaN, inf or no
-            values.
     """
     name = layer.name if layer.linear.stacked else f"{layer.name}.{own}"
     check_grid(OP, layer.quantizer)
