@@ -91,11 +91,7 @@ def is_outside() -> bool:
 
 
 def active_recipe(own: str | None = None) -> str:
-    """Return the key of the active recipe; "" means high precision.
-
-    Args:
-        own: key of the module's own recipe, which applies outside every region.
-    """
+    """Return the key of the active recipe, outside every region ``own``; "": high precision."""
     key = _ACTIVE.key
     if key is None:
         key = _inherited()[0]

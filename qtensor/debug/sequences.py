@@ -150,10 +150,9 @@ def telling(call: LinearCall | GroupedFwdArgs, site: LayerSite | None) -> Any:
 
 
 def replace_fusers(owner: nn.Module) -> tuple[list[RecordedFuser], Callable[[], None]]:
-    """Make a module run its operations by fusers that record.
+    """Make a module run its operations by fusers that record; their slots are still empty.
 
-    Returns:
-        The fusers, whose slots are still empty, and a function that undoes it.
+    The second value is a function that undoes it.
     """
     if not isinstance(owner, Sequential):
         return _replace_forward(owner)

@@ -60,11 +60,7 @@ def pick_matrix(weights: Mapping[str, Tensor]) -> str:
 def cross(
     weight: QuantizedTensor, x_hp: Tensor, fmt: str, options: dict[str, Tensor]
 ) -> tuple[Any, Any]:
-    """Return a quantized weight unchanged, and a quantized product that is made inside.
-
-    Returns:
-        The weight (N, K) and ``x_hp @ weight.T`` (M, N), both quantized.
-    """
+    """Return a weight (N, K) unchanged, and ``x_hp @ weight.T`` (M, N), both quantized."""
     return weight.detach(), qtensor.quantize(F.linear(x_hp, weight), fmt, **options)
 
 

@@ -54,11 +54,7 @@ def call_options(x_hp: Tensor, fmt: str) -> dict[str, Tensor]:
 
 
 def sweep(weights: Mapping[str, Tensor], fmt: str) -> tuple[FormatResult, dict[str, Tensor]]:
-    """Quantize every matrix to ``fmt``.
-
-    Returns:
-        The measurements, and the quantized tensors by name.
-    """
+    """Quantize every matrix to ``fmt``; return measurements, and the quantized tensors by name."""
     layers: list[LayerResult] = []
     quantized: dict[str, Tensor] = {}
     seconds = 0.0

@@ -31,12 +31,9 @@ Grid = Sequence[Sequence[QuantizedTensor]]
 
 
 def stack(grid: Grid, op: str = "stack") -> QuantizedTensor:
-    """Return the matrices of a grid as one tensor, with the same codes and factors.
+    """Return the matrices of a grid as one rowwise tensor, with the same codes and factors.
 
-    The parts are (N_p, K), the same for all matrices.
-
-    Returns:
-        (E, N, K), N the sum over the parts, rowwise.
+    The parts are (N_p, K), the same for all matrices; the tensor is (E, N, K), N their sum.
     """
     flat = [part for parts in grid for part in parts]
     first = flat[0]

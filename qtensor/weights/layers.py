@@ -111,9 +111,6 @@ def linear_layers(
     ``GroupedLinear`` of qtensor. Modules that share a weight are one layer, with the name of the
     first. ``filter_fn(module, name)`` selects layers; stacked experts have the name of their
     parameter. With ``plain``, layers of qtensor are left out.
-
-    Returns:
-        The layers to quantize, in the model's order, and the reports of the others.
     """
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"

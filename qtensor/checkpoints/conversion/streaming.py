@@ -216,13 +216,10 @@ class Stream:
 def copy_other_files(
     checkpoint: Checkpoint, src: str, folder: str, made: Iterable[str]
 ) -> list[str]:
-    """Copy the files of a tokenizer and the like from the folder of a source.
+    """Copy the files of a tokenizer and the like from the folder of a source; return their names.
 
     A single file without a config.json may lie among files of others, so nothing is copied then.
     ``made`` names the files that the conversion makes itself.
-
-    Returns:
-        The names of the copied files.
     """
     source = checkpoint.folder
     if source is None or not (
