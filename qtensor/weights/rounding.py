@@ -132,13 +132,7 @@ def check_grid(op: str, quantizer: Quantizer) -> None:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer to quantize.
-
-    Attributes:
-        name: its name.
-        linear: the layer.
-        quantizer: the format of its weights.
-    """
+    """A layer to quantize, and the format of its weights."""
 
     name: str
     linear: LinearLayer
