@@ -35,7 +35,7 @@ class _Active(threading.local):
         key: the recipe's key; "" for high precision; None outside every region.
         group: name of the process group over which maxima are reduced, or None.
         step: int64 (1,) on the CPU: the number of the current step of delayed scaling. The numbers
-            come from one counter of the process, so that no two steps share one.
+            come from one counter of the process, so no two steps share one.
     """
 
     key: str | None
@@ -58,7 +58,7 @@ _STEPS = torch.zeros(1, dtype=torch.int64, device="cpu")
 State = tuple[str | None, str | None, Tensor | None]
 """(key, group, step) of ``_Active``. The step is None outside every region and in compiled code.
 
-A plain tuple, because entering a region costs about as much as building one named tuple.
+A plain tuple, because a named tuple takes longer to build (hot path).
 """
 _OUTSIDE: State = (None, None, None)
 _CONTEXT: contextvars.ContextVar[State] = contextvars.ContextVar("qtensor_autocast")
@@ -91,11 +91,7 @@ def is_outside() -> bool:
 
 
 def active_recipe(own: str | None = None) -> str:
-    """Return the key of the active recipe; "" means high precision.
-
-    Args:
-        own: key of the module's own recipe, which applies outside every region.
-    """
+    """Return the key of the active recipe, outside every region ``own``; "": high precision."""
     key = _ACTIVE.key
     if key is None:
         key = _inherited()[0]
@@ -112,10 +108,10 @@ class LastRegion:
 
     Attributes:
         state: the region of the last forward that recorded a graph. A reentrant checkpoint records
-            none, so that without any graph it is the region of the last forward.
+            none: without any graph it is the region of the last forward.
         is_ambiguous: since the last recomputation, forwards ran under several recipes, so that
             nobody knows which of them is computed again.
-        was_used: a recomputation has read the state, so that the next forward begins anew.
+        was_used: a recomputation has read the state; the next forward begins anew.
         is_new: the next forward must be noted even if its region is the same.
     """
 
@@ -153,7 +149,7 @@ class Labelled(Protocol):
 def layer_recipe(own: str | None, last: LastRegion, layer: Labelled) -> str:
     """Return the key of the active recipe as ``active_recipe`` does, for one layer in eager code.
 
-    In a backward pass outside of every region, the recipe is that of the layer's last forward.
+    In a backward pass outside of every region, the layer's last forward gives the recipe.
     ``last``, the region of that forward, is updated; ``own`` is the key of the layer's own recipe.
 
     Raises:
@@ -210,7 +206,7 @@ def captured() -> State:
 def _takes_only_fakes() -> bool:
     """Return whether a fake tensor mode is active that refuses real tensors, such as counters.
 
-    Nothing is computed there, so that no step begins either.
+    Nothing is computed there, so no step begins either.
     """
     if not has_modes():
         return False

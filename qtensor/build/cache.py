@@ -201,12 +201,9 @@ def list_built() -> tuple[Built, ...]:
 
 
 def clean() -> tuple[Built, ...]:
-    """Remove every library, lock and forgotten temporary folder; builds in progress continue.
+    """Remove every library, lock and forgotten temporary folder, and return the libraries.
 
-    A process that has loaded a library keeps it.
-
-    Returns:
-        The libraries that were removed.
+    Builds in progress continue, and a process that has loaded a library keeps it.
     """
     removed = list_built()
     for root in readable_roots():
@@ -298,15 +295,8 @@ def is_intact(entry: Built) -> bool:
 def build(spec: BuildSpec, *, notice: Callable[[str], None] | None = None) -> Path:
     """Return the library of `spec`; compile and link it first if the cache does not have it.
 
-    Processes that ask for the same library at the same time build it once.
-
-    Args:
-        spec: what to build.
-        notice: receives one line before this function compiles or waits; by default the line goes
-            to stderr.
-
-    Returns:
-        Path of the shared library.
+    Processes that ask for the same library at the same time build it once. ``notice`` receives one
+    line before this function compiles or waits; by default the line goes to stderr.
 
     Raises:
         CompilerNotFound: the library is not built and this machine has no compiler.
@@ -322,10 +312,7 @@ def rebuild(spec: BuildSpec, *, notice: Callable[[str], None] | None = None) -> 
     """Replace a library that the system cannot load, if another compiler built it.
 
     Such a library comes from a machine with a newer C or C++ runtime. The same compiler would only
-    make the same library again.
-
-    Returns:
-        Path of the new library, or None if this machine's compiler built the old one.
+    make the same library again; then this function returns None, and else the new path.
 
     Raises:
         BuildError: as `build`.

@@ -209,7 +209,7 @@ _PROCESSES: set[subprocess.Popen[bytes]] = set()
 
 
 def stop_all() -> None:
-    """Stop every compiler of this process, to give up its builds: those of other threads fail."""
+    """Stop every compiler of this process, to give up its builds; other threads' builds fail."""
     for process in tuple(_PROCESSES):
         _kill(process)
 

@@ -24,9 +24,6 @@ def cache_dir() -> Path:
     """Return the cache folder.
 
     `$QTENSOR_CACHE_DIR`, else `$XDG_CACHE_HOME/qtensor`, else `~/.cache/qtensor`.
-
-    Raises:
-        BuildError: no variable is set and the user has no home folder.
     """
     try:
         if chosen := os.environ.get("QTENSOR_CACHE_DIR"):
@@ -90,7 +87,7 @@ def untrusted(path: Path, sticky_below: Path | None = None) -> str | None:
 
 
 def _chain(path: Path) -> Iterator[Path]:
-    """Yield `path`, its parents, and those of the path that its symbolic links lead to."""
+    """Yield `path` and its parents, then the path that its links lead to and its parents."""
     resolved = path.resolve()
     yield from (path, *path.parents)
     if resolved != path:
@@ -182,11 +179,7 @@ _WARNED: set[Path] = set()
 
 
 def writable_root() -> Path:
-    """Return the folder to build in: the cache or, after a warning, the private folder.
-
-    Raises:
-        BuildError: neither folder can be used.
-    """
+    """Return the folder to build in: the cache or, after a warning, the private folder."""
     root = libraries_folder()
     problem = "does not trust"
     reason = untrusted(root)

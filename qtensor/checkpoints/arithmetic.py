@@ -24,9 +24,7 @@ def float8(codes: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
 def e2m1(codes: Tensor, high_first: bool = False) -> Tensor:
     """Return float32 values (..., K) of packed FP4 codes, uint8 (..., K / 2).
 
-    Args:
-        codes: two codes in a byte.
-        high_first: True if the even index is in bits 4 to 7, False if it is in bits 0 to 3.
+    The even index is in bits 0 to 3 of a byte or, with ``high_first``, in bits 4 to 7.
     """
     codes = codes.view(torch.uint8)
     # Both values of a byte are looked up at once, as 8 bytes.
@@ -57,11 +55,9 @@ def fp6(codes: Tensor, exponent_bits: int) -> Tensor:
 
 
 def fp6_codes(codes: Tensor, exponent_bits: int) -> Tensor:
-    """Return float32 values of FP6 codes that have a byte each; the upper two bits do not count.
+    """Return float32 values of FP6 codes, uint8 or int32; the upper bits do not count.
 
-    Args:
-        codes: uint8 or int32 of any shape.
-        exponent_bits: 2 for e2m3, 3 for e3m2.
+    ``exponent_bits`` are 2 for e2m3, 3 for e3m2.
     """
     return _fp6_table(exponent_bits)[codes.int() & 63]
 
@@ -93,15 +89,9 @@ def e8m0(codes: Tensor) -> Tensor:
 
 
 def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Return the factor of every element.
+    """Return the factor of every element, a tensor of ``shape`` (..., N, K).
 
-    Args:
-        factors: (..., ceil(N / bh), ceil(K / bw)).
-        block: (bh, bw).
-        shape: (..., N, K).
-
-    Returns:
-        A tensor of ``shape``.
+    A ``block`` is (bh, bw), and ``factors`` are (..., ceil(N / bh), ceil(K / bw)).
     """
     for dim, size in zip((-2, -1), block, strict=True):
         if size != 1:
@@ -110,7 +100,7 @@ def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size | tuple[in
 
 
 def broadcast(factor: Tensor) -> Tensor:
-    """Return the factor of a tensor as (), or those of its experts as (E, 1, 1)."""
+    """Return the factor of a tensor as (), or the factors of its experts as (E, 1, 1)."""
     return factor.reshape(-1, 1, 1) if factor.numel() > 1 else factor.reshape(())
 
 

@@ -48,7 +48,7 @@ _FIELDS = {
 
 
 def kind_of(quantizer: Quantizer) -> str:
-    """Return the format id of a quantizer; those of FP8 say where the factors belong.
+    """Return the format id of a quantizer; FP8 ids say what a factor belongs to.
 
     They are ``"fp8"`` for one factor, ``"fp8_rowwise"`` and ``"fp8_columns"``, and
     ``"fp8_blockwise"`` and ``"fp8_groups"`` for blocks of 128x128 and 1x128.
@@ -82,9 +82,6 @@ def assemble(
         dtype: the nominal dtype.
         parts: the stored tensors, in any shape with as many elements as the unpadded buffer has.
             float8 tensors become their codes; factors of another float dtype become float32.
-
-    Raises:
-        QTensorError: a part is missing or has a wrong number of elements.
     """
     buffers = []
     for slot in quantizer.slots:
@@ -119,11 +116,7 @@ def _buffer(slot: Slot, part: Tensor, shape: Shape) -> Tensor:
 
 
 def rowwise_parts(tensor: QuantizedTensor) -> Parts:
-    """Return the rowwise buffers of a tensor without padding and not swizzled; codes are shared.
-
-    Raises:
-        QTensorError: the tensor has no rowwise data.
-    """
+    """Return the rowwise buffers of a tensor without padding and not swizzled; codes are shared."""
     found: dict[str, Tensor] = {}
     for slot in tensor.quantizer.slots:
         if slot.keyword not in _FIELDS:

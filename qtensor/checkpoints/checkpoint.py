@@ -382,7 +382,7 @@ def open_with_factors(path: Path, layout: str | None = None) -> Checkpoint:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Suspend Python's cyclic collector, which would take half the time of opening.
+    """Suspend Python's cyclic collector, which slows opening down.
 
     A header of 100,000 tensors is about a million new objects without a cycle, and the collector
     walks all of them again and again while they are made.

@@ -65,7 +65,7 @@ class Group(NamedTuple):
     roles: Mapping[str, TensorInfo]
     """The layout's own word -> the stored tensor, for example ``"codes"`` and ``"scale"``."""
     shape: tuple[int, ...]
-    """The logical shape, which is that of the dense values."""
+    """The logical shape: the shape of the dense values."""
     dtype: torch.dtype
     """The nominal dtype, and the default dtype of the dense values."""
     target: Target
@@ -121,7 +121,7 @@ class Layout(abc.ABC):
 
         Args:
             source: names, shapes, header texts and JSON files.
-            **options: those of ``options`` that the caller of ``open`` gave.
+            **options: the ``options`` that the caller of ``open`` gave.
 
         Raises:
             CheckpointError: the configuration names something that is not read, or an option is
@@ -294,7 +294,7 @@ class Writer(abc.ABC):
     keeps_names: ClassVar[bool] = False
     """True if the layout stores every plain tensor under its name, factors of others included."""
     swizzled: ClassVar[bool | None] = False
-    """Whether factors of blocks lie in swizzled order; None: in that of the tensor."""
+    """Whether factors of blocks are stored swizzled; None: as in the tensor."""
     tensor_factor: ClassVar[str] = FACTOR
     """``FACTOR`` or ``DIVISOR``: what is stored for NVFP4; "" keeps either."""
 
@@ -392,7 +392,7 @@ class Writer(abc.ABC):
         return stored if self.copied is None else self._forms.restored(stored, self.copied.tensors)
 
     def need_rowwise(self, name: str, tensor: QuantizedTensor) -> None:
-        """Refuse a tensor without rowwise data, or whose values are those of its columnwise data.
+        """Refuse a tensor without rowwise data, or whose columnwise data give its values.
 
         Raises:
             CheckpointError: the rowwise data are not there, or give other values.

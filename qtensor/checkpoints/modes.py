@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def in_memory(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that makes its tensors on the CPU, where those of mapped files lie.
+    """Return a function that makes its tensors on the CPU, where mapped files are.
 
     ``torch.device("meta")`` or ``torch.set_default_device("cuda")`` of the caller would place the
     tables of a decoder, or a padded factor, on another device than the codes.

@@ -38,8 +38,7 @@ class TensorFactor(NamedTuple):
 def from_factor(factor: Tensor) -> TensorFactor:
     """Return the amax that gives a factor exactly, or else the factor itself.
 
-    Args:
-        factor: G, one float32, positive and finite.
+    The factor G is one float32, positive and finite.
     """
     factor = factor.reshape(1)
     for e4m3_max in (448.0, 256.0):
@@ -123,14 +122,9 @@ def _neighbours(guess: Tensor) -> Tensor:
 
 
 def from_experts(factors: Tensor, rows: int) -> TensorFactor:
-    """Return the parts of stacked experts that have a factor each: one amax a row.
+    """Return a row-scaled quantizer, and the amax and factor of each row of stacked experts.
 
-    Args:
-        factors: G of each expert, float32 (E,), positive and finite.
-        rows: rows of an expert.
-
-    Returns:
-        A row-scaled quantizer, and the amax and factor of each of the E * rows rows.
+    ``factors`` have G of each expert, float32 (E,), positive and finite. An expert has ``rows``.
     """
     factors = factors.reshape(-1)
     found = find_amax(factors)
@@ -143,11 +137,10 @@ def from_experts(factors: Tensor, rows: int) -> TensorFactor:
 
 
 def expert_factors(factors: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the factor of each expert (E,) from those of its rows, or None if they differ.
+    """Return the factor of each expert (E,) from the factors of its rows; None if they differ.
 
-    Args:
-        factors: float32 (E * N,), one for each row; on the meta device they count as equal.
-        shape: (E, N, K), the shape of the tensor; None is returned for two dims.
+    ``factors`` are float32 (E * N,); on the meta device they count as equal. ``shape`` is
+    (E, N, K); None is returned for two dims.
     """
     if len(shape) != 3:
         return None

@@ -51,11 +51,7 @@ class Pattern:
             refuse(place, rule, f"{error} in {text!r}", _FIX, error)
 
     def matches(self, name: str) -> bool:
-        """Return True if the beginning of a name matches.
-
-        Raises:
-            CheckpointError: the name may take too many steps, or all names have taken too long.
-        """
+        """Return True if the beginning of a name matches."""
         ways = self._branches * math.comb(len(name) + self._repetitions, self._repetitions)
         if ways * len(self._text) > MAX_STEPS or self._seconds < 0:
             rule = f"an expression may take {MAX_STEPS:,} steps for a name"

@@ -46,7 +46,7 @@ class FolderSwap:
     """Hold a work folder beside a folder whose checkpoint it replaces.
 
     The new checkpoint is written into ``work``. ``publish`` puts hard links to the other files of
-    the folder beside it, exchanges the two folders in one step, and moves the subfolders behind.
+    the folder beside it, exchanges the two folders in one step, and then moves the subfolders.
     After an interruption the next swap of the same folder clears up.
     """
 

@@ -109,7 +109,7 @@ def inspect(
 def _view(
     path: Path, tensor: str, layout: str | None, region: tuple[str | None, str | None, str | None]
 ) -> Any:
-    """Return the view that --rows, --cols and --bits ask for, or that of the first blocks."""
+    """Return the view that --rows, --cols and --bits ask for, or a view of the first blocks."""
     rows, cols, bits = region
     from qtensor.checkpoints.inspection.summary import view_tensor  # noqa: PLC0415
 

@@ -94,12 +94,9 @@ def build(spec: KernelSpec, *, notice: Callable[[str], None] | None = None) -> P
 def build_all(
     specs: Sequence[KernelSpec], *, jobs: int | None = None, progress: Progress | None = None
 ) -> list[Path]:
-    """Build kernels in parallel, as many at once as processors and free memory allow.
+    """Build kernels in parallel, as many at once as memory allows, and return their paths.
 
     ``progress`` is called after each build with its spec and its library or error.
-
-    Returns:
-        Paths of the libraries, in the order of ``specs``.
 
     Raises:
         BuildError: at least one build failed. All builds are tried first; the message holds the
@@ -141,7 +138,7 @@ def list_built() -> tuple[Built, ...]:
 
 
 def clean(specs: Sequence[KernelSpec]) -> tuple[Built, ...]:
-    """Remove the libraries of kernels, also those of older releases, and return what was removed.
+    """Remove the libraries of kernels, of older releases too, and return what was removed.
 
     Processes that have loaded a library can go on using it.
     """

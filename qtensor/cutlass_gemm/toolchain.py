@@ -49,10 +49,6 @@ def find_nvcc(arch: str) -> Nvcc:
     If ``$QTENSOR_NVCC`` is set, only that nvcc is tried. Otherwise the first one that is recent
     enough is returned, in this order: ``$CUDA_HOME``, ``$CUDA_PATH``, PATH, the
     ``nvidia-cuda-nvcc`` wheels, /usr/local/cuda.
-
-
-    Raises:
-        CompilerNotFound: no nvcc runs, or none is recent enough; the message lists each attempt.
     """
     least = LEAST[arch]
     tried = []

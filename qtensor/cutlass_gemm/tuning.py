@@ -221,7 +221,7 @@ LISTENERS: list[Callable[[], None]] = []
 
 
 def changed() -> None:
-    """Drop cached choices: those of ``ranked``, and by the listeners those of other modules."""
+    """Drop the choices that ``ranked`` and, through the listeners, other modules have cached."""
     ranked.cache_clear()
     for listener in LISTENERS:
         listener()

@@ -155,7 +155,7 @@ def compare(
     scores = Scores()
     with torch.no_grad(), _eager():
         for args, kwargs in calls:
-            # The random state is restored after the first run, so that dropout is equal in both.
+            # The random state is restored after the first run: dropout is equal in both.
             with torch.random.fork_rng(devices=_devices()):
                 outputs, logits = _run_kept(a, {n: modules_a[n] for n in common}, args, kwargs)
             order |= dict.fromkeys(outputs)

@@ -110,12 +110,9 @@ class RunningErrors:
     scale_max: float = -math.inf
 
     def add(self, x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> Tensor:
-        """Add a chunk of rows to the totals and return its absolute errors.
+        """Add a chunk of rows to the totals and return its absolute errors, (rows, K) float64.
 
-        ``compare_chunk`` explains the arguments.
-
-        Returns:
-            (rows, K) float64, 0 for values that are not finite.
+        ``compare_chunk`` explains the arguments. Errors of values that are not finite are 0.
         """
         chunk = compare_chunk(x, decoded, factor, largest)
         self.signal += chunk.signal.item()
@@ -154,12 +151,9 @@ class ChunkErrors(NamedTuple):
 
 
 def kl_divergences(reference: Tensor, output: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence of two softmaxes at each position, in nats.
+    """Return the Kullback-Leibler divergence of two softmaxes at each position (...,), in nats.
 
-    ``sum p (log p - log q)`` over the last dim, with p of the reference and q of the output.
-
-    Returns:
-        (...,) float64.
+    ``sum p (log p - log q)`` over the last dim, in float64; p of the reference, q of the output.
     """
     log_p, log_q = (t.double().log_softmax(-1) for t in (reference, output))
     return (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -249,10 +243,9 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
 
 
 def decode_factors(q: QuantizedTensorStorage) -> Tensor:
-    """Return the product of all factors of each element, which is the decoded value of code 1.0.
+    """Return the product of all factors of each element: the decoded value of code 1.0.
 
-    Returns:
-        A float32 tensor of the logical shape; NaN for rotated data.
+    It is float32, of the logical shape; NaN for rotated data.
     """
     quantizer = quantizer_of(q)
     buffers = []

@@ -55,7 +55,7 @@ class Layer(NamedTuple):
         return self.name if len(self.weights) == 1 else _joined(self.name, weight)
 
     def labels(self) -> tuple[str, ...]:
-        """Return the names of the layer in records: its own, and those of several weights."""
+        """Return the names of the layer in records: one, or one for each of several weights."""
         labels = [self.label(weight) for weight in self.weights]
         own = () if labels and self.kind != "torch" else (self.name,)
         return tuple(dict.fromkeys([*own, *labels]))

@@ -142,7 +142,7 @@ class Log:
 
     @property
     def records(self) -> list[Record]:
-        """The records in the order of the first call of each, with those of the current step."""
+        """The records in the order of their first calls, the current step included."""
         return [*self._records, *self._current()]
 
     @property

@@ -29,7 +29,7 @@ class Scores:
         self.count, self.agreed, self.divergence = 0, 0, 0.0
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Add logits (..., classes) of both models; those of different shapes are left out."""
+        """Add logits (..., classes) of both models; logits of different shapes are left out."""
         if a.shape != b.shape or not a.numel():
             return
         for x, y in rows_in_chunks(a, b):

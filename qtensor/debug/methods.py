@@ -30,7 +30,7 @@ class Recorded(NamedTuple):
     transposed: bool
     """Whether the weights are stored as (K, N), and recorded as (N, K)."""
     previous: Callable[..., Any] | None = None
-    """The module's own forward if it is not that of its class."""
+    """The module's own forward if it has another one than its class."""
 
 
 class Counted(NamedTuple):
@@ -50,7 +50,7 @@ def _check_free(module: nn.Module, free: bool) -> None:
 def set_sites(module: Any, sites: dict[str, LayerSite]) -> Callable[[], None]:
     """Make the layers of a module tell sites of their tensors; return a function that undoes it.
 
-    ``sites`` has a site for each weight; those of a grouped layer share a state.
+    ``sites`` has a site for each weight; the weights of a grouped layer share a state.
 
     Raises:
         QTensorError: the module is being recorded already.

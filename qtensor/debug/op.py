@@ -1,7 +1,7 @@
 """Define the ops that hand tensors to a recorder, in eager code and from inside compiled graphs.
 
-An op finds its recorder by a number in a tensor, so that one graph serves all recorders. It writes
-to that tensor, so that no compiler drops the op or changes the order of such ops.
+An op finds its recorder by a number in a tensor: one graph serves all recorders. It writes to that
+tensor, which keeps compilers from dropping the op or changing the order of such ops.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ RECORD_GROUPS = leaf_op("record_groups_", RecordGroupsArgs, "()", no_outputs, _r
 """Hand the rows of each group of ``x`` (..., K) to the recorder whose number is ``token``.
 
 ``ticket``, int64 (groups,) on the CPU, has the number of each group; ``scale`` (groups,) the
-factors of delayed scaling. The other arguments are those of ``record_tensor_``.
+factors of delayed scaling. The other arguments are as for ``record_tensor_``.
 """
 
 

@@ -325,7 +325,7 @@ class Recorder:
             self._step += 1
 
     def _drain(self) -> None:
-        """Read the pending statistics, and add them to those of their layer."""
+        """Read the pending statistics, and add each to the entry of its layer."""
         pending, self._pending = self._pending, []
         for p, totals in zip(pending, totals_of([p.vector for p in pending]), strict=True):
             old = self._entries.get((p.site, p.role))

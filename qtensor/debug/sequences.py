@@ -1,7 +1,7 @@
 """Record the operations of a ``qtensor.ops.Sequential``, and operations that run alone.
 
 While it is recorded, a sequence runs a plan of its own: without the library's fusions and without
-handing over quantized tensors, which change no byte, so that every tensor between two operations
+handing over quantized tensors, which change no byte. Every tensor between two operations then
 exists and is plain. Fusions of the user run as they are; only their first input and their last
 output are seen. The steps of the plan hand their tensors to the recorder.
 """
@@ -150,10 +150,9 @@ def telling(call: LinearCall | GroupedFwdArgs, site: LayerSite | None) -> Any:
 
 
 def replace_fusers(owner: nn.Module) -> tuple[list[RecordedFuser], Callable[[], None]]:
-    """Make a module run its operations by fusers that record.
+    """Make a module run its operations by fusers that record; their slots are still empty.
 
-    Returns:
-        The fusers, whose slots are still empty, and a function that undoes it.
+    The second value is a function that undoes it.
     """
     if not isinstance(owner, Sequential):
         return _replace_forward(owner)

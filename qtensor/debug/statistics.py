@@ -65,7 +65,7 @@ class Totals(NamedTuple):
     def plus(self, later: Totals) -> Totals:
         """Return the statistics of both.
 
-        The columns of ``later`` were counted with those of the calls before.
+        The columns of ``later`` were counted together with the calls before.
         """
         sums = [a + b for a, b in zip(self, later, strict=True)]
         return Totals(*sums)._replace(
@@ -116,13 +116,13 @@ def measure(
 ) -> tuple[Tensor, Columns]:
     """Return the statistics of a tensor, as the fields of ``Totals``, and its columns.
 
-    The statistics are float64 on the tensor's device. Those of the columns, and the columns that
-    are returned, are taken over ``before`` as well.
+    The statistics are float64 on the tensor's device. The columns, and the statistics of columns,
+    include the calls ``before``.
 
     Args:
         x: a floating tensor of any shape, or a quantized one.
         quantizer: quantizes a plain ``x`` for the comparison; None compares nothing. Stochastic
-            rounding uses a seed of its own, so that no random state changes.
+            rounding uses a seed of its own; no random state changes.
         scale: float32 (1,), the encode factor of delayed scaling.
         reference: the high-precision values of a quantized ``x``, of its shape.
         before: the columns of earlier calls.
@@ -198,11 +198,7 @@ class _Sums:
         self.total[name] += float(value) if self.on_cpu else value
 
     def add(self, x: Tensor) -> bool:
-        """Add the counts and maxima of values (rows, K).
-
-        Returns:
-            True if all values are known to be finite.
-        """
+        """Add the counts and maxima of values (rows, K); True if all are known to be finite."""
         if self.on_cpu:
             # Usually all values are finite, which the maxima show. Elsewhere reading them waits.
             largest = x.abs().amax(0)
@@ -220,10 +216,8 @@ class _Sums:
     def compare_finite(self, x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> bool:
         """Add the errors of a chunk of finite values on a CPU, as ``compare_chunk`` defines them.
 
-        It makes no masks: on a CPU a pass that compares costs as much as ten that compute.
-
-        Returns:
-            False, and nothing is added, if a decoded value or a factor is not finite.
+        It makes no masks (hot path). If a decoded value or a factor is not finite, it adds nothing
+        and returns False.
         """
         values = x.double().reshape(-1)
         error = decoded.double().reshape(-1).sub_(values)

@@ -60,20 +60,12 @@ def pick_matrix(weights: Mapping[str, Tensor]) -> str:
 def cross(
     weight: QuantizedTensor, x_hp: Tensor, fmt: str, options: dict[str, Tensor]
 ) -> tuple[Any, Any]:
-    """Return a quantized weight unchanged, and a quantized product that is made inside.
-
-    Returns:
-        The weight (N, K) and ``x_hp @ weight.T`` (M, N), both quantized.
-    """
+    """Return a weight (N, K) unchanged, and ``x_hp @ weight.T`` (M, N), both quantized."""
     return weight.detach(), qtensor.quantize(F.linear(x_hp, weight), fmt, **options)
 
 
 def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileResult:
-    """Run ``cross`` in eager and compiled code for all ``BATCHES``, and compare all buffers.
-
-    Raises:
-        QTensorError: the function did not compile as one graph.
-    """
+    """Run ``cross`` in eager and compiled code for all ``BATCHES``, and compare all buffers."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(m, weight.shape[1], generator=generator) for m in BATCHES]
     inputs = [x.to(weight.dtype) for x in inputs]

@@ -36,11 +36,7 @@ class SentenceModel:
 
     @torch.no_grad()
     def embed(self, sentences: tuple[str, ...]) -> Tensor:
-        """Embed sentences.
-
-        Returns:
-            (len(sentences), hidden) float32, rows of length 1.
-        """
+        """Embed sentences: (len(sentences), hidden) float32, rows of length 1."""
         encoded = self.tokenizer.encode_batch(list(sentences))
         ids = torch.tensor([item.ids for item in encoded])
         mask = torch.tensor([item.attention_mask for item in encoded])

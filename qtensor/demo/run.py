@@ -63,7 +63,7 @@ def run_demo(
 
 
 def _build_kernels() -> None:
-    """Compile the kernels before the parts, so that the measured seconds do not include it."""
+    """Compile the kernels first: the measured seconds of the parts must not include it."""
     # Without kernels the first call has warned already, and the reference is used.
     if not isinstance(native.library(), str):
         with contextlib.suppress(BuildError):

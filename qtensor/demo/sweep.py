@@ -54,11 +54,7 @@ def call_options(x_hp: Tensor, fmt: str) -> dict[str, Tensor]:
 
 
 def sweep(weights: Mapping[str, Tensor], fmt: str) -> tuple[FormatResult, dict[str, Tensor]]:
-    """Quantize every matrix to ``fmt``.
-
-    Returns:
-        The measurements, and the quantized tensors by name.
-    """
+    """Quantize every matrix to ``fmt``; return measurements, and the quantized tensors by name."""
     layers: list[LayerResult] = []
     quantized: dict[str, Tensor] = {}
     seconds = 0.0
@@ -75,7 +71,7 @@ def sweep(weights: Mapping[str, Tensor], fmt: str) -> tuple[FormatResult, dict[s
 
 
 def summary(fmt: str, layers: list[LayerResult], seconds: float) -> FormatResult:
-    """Return the result of a format from those of its matrices."""
+    """Return the result of a format from the results of its matrices."""
     # A matrix with NaN is the worst.
     worst = min(layers, key=lambda layer: (not math.isnan(layer.sqnr_db), layer.sqnr_db))
     inexact = [layer.sqnr_db for layer in layers if layer.sqnr_db != math.inf]

@@ -25,13 +25,9 @@ class Source:
 
 
 def load_weights(path: Path, name: str | None = None) -> tuple[Source, dict[str, Tensor]]:
-    """Read every 2-D float32, bfloat16 or float16 tensor of ``path`` that is not empty.
+    """Return the totals, and each 2-D float32, bfloat16 or float16 tensor of ``path`` by name.
 
-    Returns:
-        The totals, and name to (rows, columns) tensor in the order of the names.
-
-    Raises:
-        QTensorError: the file is not a safetensors file, or holds no matrix.
+    Empty ones are left out.
     """
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,8 +1,8 @@
 """Broadcast the parameters and buffers of a module: codes and scales of quantized ones.
 
 ``DistributedDataParallel`` joins tensors of one dtype in C++ before it broadcasts them. A quantized
-tensor has several buffers of other dtypes, so that it cannot be joined: it raises an error there,
-and models that hold one are broadcast by the function below.
+tensor has several buffers of other dtypes and cannot be joined: it raises an error there. Models
+that hold one are broadcast by the function below.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         return pytree.tree_map_only(Tensor, lambda t: weights[0]._like(t, memory), result)
 
     def _like(self, values: Tensor, memory: _Memory | None) -> MasterWeight:
-        """Return a weight with other values; ``memory`` is that of this weight for a view."""
+        """Return a weight with other values; a view has this weight's ``memory``."""
         other = MasterWeight(values, self._quantizer_of_weight, self._name)
         if memory is not None:
             other._memory = memory
@@ -166,7 +166,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     def _maxima(
         self, values: Tensor, sent: QuantizerLike, group: dist.ProcessGroup
     ) -> list[Tensor] | None:
-        """Return the maxima of a shard; the ones that all rows share are those of all shards."""
+        """Return the maxima of a shard; maxima that all rows share are taken over all shards."""
         maxima: list[Tensor] = AMAX(values, sent.canonical)
         flags = is_shared_by_rows(sent.canonical)
         shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
@@ -337,7 +337,7 @@ def _check_weight(
     name: str, module: nn.Module, parameter: Tensor | None, quantizer: Quantizer, key: str
 ) -> None:
     own = local_part(parameter)
-    # fully_shard puts its own dims of the mesh before that of a style.
+    # fully_shard puts its own dims of the mesh before the dim of a style.
     sharded = isinstance(parameter, DTensor) and parameter.device_mesh.ndim != _split_dims(module)
     if sharded or isinstance(own, (QuantizedTensorStorage, MasterWeight)):
         kind = type(own).__name__
@@ -395,7 +395,7 @@ def reduce_amaxes(model: nn.Module) -> int:
 
     Call it after each optimizer step, on every rank, with sharded parameters. Without the call,
     each gather of a weight with a tensor-wide factor reduces its maxima itself; the bytes are the
-    same. Formats whose factors are those of blocks or rows need no maxima.
+    same. Formats with factors of blocks or rows alone need no maxima.
 
     Args:
         model: its weights were given to ``quantized_all_gather`` and ``fully_shard``.
@@ -414,7 +414,7 @@ def reduce_amaxes(model: nn.Module) -> int:
                 continue
             sent = sent_quantizer(local._quantizer_of_weight)
             flags = is_shared_by_rows(sent.canonical)
-            # A rotation mixes values, so that the maxima of rounded values are not known.
+            # A rotation mixes values, so the maxima of rounded values are not known.
             if any(flags) and sent.factors_are_local:
                 maxima = AMAX(local._high_precision, sent.canonical)
                 shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]

@@ -3,7 +3,7 @@
 ``set_model_state_dict`` and its siblings know the parameters and buffers of a model. They drop
 other entries of a broadcast on all ranks but the first, and give them no prefix of a wrapper such
 as ``DistributedDataParallel``. The state of delayed scaling is no buffer of a layer, because
-``DistributedDataParallel`` would copy that of rank 0 at each forward. torch has no hook for further
+``DistributedDataParallel`` would copy rank 0's at each forward. torch has no hook for further
 entries, so importing ``qtensor.distributed`` replaces the function that lists them.
 """
 

@@ -46,7 +46,7 @@ class Reader:
     ) -> None:
         """Index the stored tensors of every weight.
 
-        With a dtype None, weights keep that of the checkpoint.
+        With a dtype None, weights keep the dtype of the checkpoint.
         """
         self.checkpoint = checkpoint
         self.parameters = parameters
@@ -109,7 +109,7 @@ class Reader:
         """
         wanted = tuple(self.parameters[target].shape)
         if isinstance(tensor, QuantizedTensor) and tensor.ndim == 3:
-            # The layout does not tell the orientation: (E, N, K), or that of the parameter.
+            # The layout does not tell the orientation: (E, N, K), or as in the parameter.
             turned = tuple(tensor.shape) == (*wanted[:-2], *wanted[:-3:-1])
             fits = tuple(tensor.shape) == wanted
             tensor = ExpertWeights(tensor, turned and (is_transposed(module) or not fits))

@@ -1,4 +1,4 @@
-"""Keep the weights of a model on disk and load those of a layer when it runs, with accelerate."""
+"""Keep the weights of a model on disk, and load a layer's when it runs, with accelerate."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def disk_offload(
     Args:
         model: a module; its parameters move to the meta device between calls.
         folder: gets the weights; it must stay as long as the model is used.
-        execution_device: device of the products; by default that of the first parameter.
+        execution_device: device of the products; by default the first parameter's.
         overwrite: True to replace a checkpoint in the folder.
         **options: further arguments of ``accelerate.cpu_offload``.
 

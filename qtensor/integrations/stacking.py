@@ -31,16 +31,9 @@ Grid = Sequence[Sequence[QuantizedTensor]]
 
 
 def stack(grid: Grid, op: str = "stack") -> QuantizedTensor:
-    """Return the matrices of a grid as one tensor, with the same codes and factors.
+    """Return the matrices of a grid as one rowwise tensor, with the same codes and factors.
 
-    The parts are (N_p, K), the same for all matrices.
-
-    Returns:
-        (E, N, K), N the sum over the parts, rowwise.
-
-    Raises:
-        UnsupportedError: the matrices have different formats, or a factor is shared by rows of two
-            matrices.
+    The parts are (N_p, K), the same for all matrices; the tensor is (E, N, K), N their sum.
     """
     flat = [part for parts in grid for part in parts]
     first = flat[0]
@@ -77,7 +70,7 @@ def _check_alike(flat: Sequence[QuantizedTensor], grid: Grid, op: str) -> None:
 def _kind(tensor: QuantizedTensor) -> str:
     """Return the canonical text of a quantizer without the options that ``stack`` brings in line.
 
-    A quantizer with columnwise data has a text of its own, so that it matches no other.
+    A quantizer with columnwise data has a text of its own, which matches no other.
     """
     quantizer = quantizer_of(tensor)
     if isinstance(quantizer, NVFP4Quantizer) and not quantizer.columnwise:

@@ -105,7 +105,7 @@ class QTensorConfig(QuantizationConfigMixin):
         return self.to_dict().get(key, default)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``quantization_config`` of config.json: that of the layout last written."""
+        """Return ``quantization_config`` of config.json, as the layout last written has it."""
         if self._entry is not None:
             return dict(self._entry)
         return {"quant_method": METHOD, "version": _VERSION}
@@ -301,7 +301,7 @@ def pretrained_config(
         A ``PreTrainedConfig``.
 
     Raises:
-        QTensorError: the path is that of a file.
+        QTensorError: the path names a file.
     """
     if os.path.isfile(path):
         fix = (

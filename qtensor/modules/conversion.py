@@ -69,7 +69,7 @@ class Conversion:
 def _rows(reports: Sequence[LayerReport]) -> list[tuple[str, str, str, str]]:
     """Return (name, features, count, note) of each row.
 
-    Layers whose names differ only in a number, such as those of a stack of blocks, share a row.
+    Layers whose names differ only in a number, as in a stack of blocks, share a row.
     """
     counts: dict[tuple[str, str, str], list[LayerReport]] = {}
     for report in reports:

@@ -261,7 +261,7 @@ def _convert_obstacle(
 
 
 def _weights_of(module: Any, name: str) -> list[Weight]:
-    """Return the weights of a linear layer; ``name`` is that of a layer of torch."""
+    """Return the weights of a linear layer; ``name`` is for a layer of torch, which has none."""
     if not isinstance(module, QuantizedModule):
         return [Weight("weight", module.weight, "linear", name)]
     found = []
@@ -364,7 +364,7 @@ def _revert_obstacle(
 
 @functools.cache
 def _fields_of(kind: Callable[..., nn.Module]) -> frozenset[str]:
-    """Return the attributes that a layer's constructor adds to those of ``nn.Module``."""
+    """Return the attributes that a layer's constructor adds to a plain ``nn.Module``."""
     return frozenset(vars(kind(1, 1, device="meta"))) - frozenset(vars(nn.Module()))
 
 

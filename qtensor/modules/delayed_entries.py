@@ -2,7 +2,8 @@
 
 Factors and maxima belong to a rank: each rank sees other batches, and under tensor parallelism
 other parts of the weight. ``torch.distributed.checkpoint`` stores a plain tensor once, from one
-rank. ``StateOfRank`` tells it to store those of all ranks, joined along dim 0, and reads them back.
+rank. ``StateOfRank`` makes it store the values of all ranks, joined along dim 0, and reads them
+back.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class StateOfRank(Tensor):
 
     @property
     def size(self) -> Any:
-        """Missing, so that torch does not compare it with the size in a checkpoint.
+        """Missing on purpose: torch must not compare it with the size in a checkpoint.
 
         A checkpoint holds the rows of all its ranks; ``RowsOfRanks`` checks the size of a row.
         """
@@ -209,10 +210,9 @@ class RowsOfRanks:
 def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
     """Return (rank, ranks) of this process among those whose checkpoint holds the layer.
 
-    The ranks of a sharded weight are those of its mesh. Those of a plain weight are the ranks of
-    ``group`` if there is one, and otherwise all ranks of the program. The group does not make all
-    entries equal: the newest maxima are a rank's own until the next step reduces them. ``group``
-    names the group over which the last step reduced maxima; it is None without one.
+    The ranks of its mesh hold a sharded weight. A plain weight is held by the ranks of ``group``,
+    the group over which the last step reduced maxima; without one, by all ranks of the program. The
+    group does not make all entries equal: the newest maxima are a rank's own until the next step.
     """
     sharded = is_dtensor(weights[0])
     if not (dist.is_available() and dist.is_initialized()):
@@ -252,11 +252,7 @@ def used_states(module: Any) -> Iterator[tuple[str, DelayedState]]:
 def take_entries(
     module: Any, state_dict: dict[str, Any], prefix: str
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Remove the entries of delayed scaling from a dict, and return checked values by weight.
-
-    Raises:
-        QTensorError: one entry without the other, or ``check_checkpoint`` refuses the values.
-    """
+    """Remove the entries of delayed scaling from a dict, and return checked values by weight."""
     loaded: dict[str, tuple[Tensor, Tensor]] = {}
     for weight, state in module._states.items():
         key = f"{prefix}_delayed_scaling.{weight}"
@@ -276,11 +272,7 @@ def take_entries(
 
 
 def _check_taught(label: str) -> None:
-    """Refuse entries that ``broadcast_from_rank0`` would have given to rank 0 alone.
-
-    Raises:
-        UnsupportedError: a program of several ranks has not imported ``qtensor.distributed``.
-    """
+    """Refuse entries that ``broadcast_from_rank0`` would have given to rank 0 alone."""
     if (rank := this_rank()) and not is_installed():
         rule = "with broadcast_from_rank0, the other ranks get them after an import alone"
         fix = "Add `import qtensor.distributed` to the program"
@@ -290,7 +282,7 @@ def _check_taught(label: str) -> None:
 def _of_this_rank(
     weights: Sequence[Any], state: LinearState, scale: object, history: object
 ) -> tuple[Any, Any]:
-    """Return the entries of this rank from those of several, as ``dcp_to_torch_save`` joins them.
+    """Return this rank's part of the entries that ``dcp_to_torch_save`` joined from all ranks.
 
     Other entries are returned as they are.
     """

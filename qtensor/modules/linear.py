@@ -32,9 +32,6 @@ def make_parallel(
     """Return the split of a weight over a process group; None for no mode or a group of one.
 
     ``option`` is the name of the module's option that turns the split on.
-
-    Raises:
-        QTensorError: the mode is unknown, or it has no group that this rank belongs to.
     """
     off, choice = ("None", "'column' or 'row'") if option == "parallel_mode" else ("False", "True")
     if parallel_mode not in MODES:

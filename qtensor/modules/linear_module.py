@@ -52,7 +52,7 @@ class LinearModule(QuantizedModule):
     ) -> Tensor:
         """Return ``input @ weight.T + bias``, (..., N).
 
-        ``weight`` is the name of a weight (N, K), and ``bias`` that of a bias (N,), or "". The
+        ``weight`` is the name of a weight (N, K), ``bias`` the name of a bias (N,), or "". The
         options of this call are the defaults if ``call`` is None.
         """
         w = getattr(self, weight)

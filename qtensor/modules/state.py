@@ -88,7 +88,7 @@ class DelayedState:
         for name in ("scale", "history", "cell"):
             old = getattr(self, name)
             device = function(old).device
-            # The meta device cannot hold the values, so that they stay where they are.
+            # The meta device cannot hold the values, so they stay where they are.
             if device.type != "meta":
                 setattr(self, name, old.to(device))
 
@@ -266,7 +266,7 @@ class LinearState:
             before.
         workspace_quantizer: canonical string of their quantizer; "" without buffers.
         workspace_shape: (N, K) of the weight that they encode.
-        device: device of the delayed scaling: that of the weight, or the CPU for a weight on meta.
+        device: device of the delayed scaling: the weight's, or the CPU for a weight on meta.
         groups: number of GEMMs.
         group: name of the process group over which the last step reduced the maxima of delayed
             scaling, or None.

@@ -14,7 +14,7 @@ from qtensor.modules.state import LinearState
 def main_grad_of(label: str, weight: Tensor) -> tuple[Tensor, bool]:
     """Return this rank's part of ``weight.main_grad``, and whether backward overwrites it.
 
-    The tensor is an alias, so that the caller may change ``main_grad`` between forward and
+    The tensor is an alias: the caller may change ``main_grad`` between forward and
     backward.
     """
     main_grad = getattr(weight, "main_grad", None)

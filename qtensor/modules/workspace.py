@@ -18,10 +18,10 @@ def use_workspace(
     is_first_microbatch: bool,
     noop: Tensor | None,
 ) -> None:
-    """Use the quantized weight of an earlier microbatch, or store that of this call.
+    """Use the quantized weight of an earlier microbatch, or store this call's.
 
-    The plan of ``args`` is set. ``shape`` is that of each weight (N, K). If ``noop``, one element
-    on the device, is non-zero, the stored weight stays as it is.
+    The plan of ``args`` is set; each weight has the ``shape`` (N, K). If ``noop``, one element on
+    the device, is non-zero, the stored weight stays as it is.
     """
     wanted = args.plan.weight
     if not wanted:
@@ -47,7 +47,7 @@ def store_workspace(
 ) -> None:
     """Store the buffers of a weight that a call has quantized; ``buffers`` is [] if it has not.
 
-    ``canonical`` is the text of their quantizer, and ``shape`` that of ``use_workspace``.
+    ``canonical`` is the text of their quantizer; ``shape`` is as for ``use_workspace``.
     """
     if buffers:
         state.workspace = [buffer.detach() for buffer in buffers]

@@ -101,7 +101,7 @@ class ReduceScatter(_Collective):
 class AllReduce(_Collective):
     """Sum over ranks.
 
-    Backward returns the gradient unchanged: each rank has that of the same sum.
+    Backward returns the gradient unchanged: all ranks have the gradient of the same sum.
     """
 
     def collect(self, x: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Row:
 
     Attributes:
         name: name of the class.
-        forward: class that runs its forward: its own, or that of a fused operation.
+        forward: class that runs its forward: its own, or a fused operation.
         backward: class that runs its backward; "" if it takes no part.
         quantized: formats that its forward step produces, each with the op that quantizes.
         grad_quantized: formats that its backward step produces.

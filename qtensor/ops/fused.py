@@ -194,7 +194,7 @@ class ForwardGroupedMLP(_Fused):
 
 
 class _FusedBackward(_Fused):
-    """Base of fused backwards of two operations: that of the second one, then ``finish``."""
+    """Base of fused backwards of two operations: the second's backward, then ``finish``."""
 
     def finish(self, dx: Grad, ctx: BackwardContext, extra: Grads) -> tuple[Grad, Grads]:
         """Return the gradients of the input and of the parameters of the first operation."""
@@ -219,7 +219,7 @@ class BackwardActivationBias(_FusedBackward):
     """Backward of [Bias, activation]: one gradient serves the bias and, quantized, the product."""
 
     def finish(self, dx: Grad, ctx: BackwardContext, extra: Grads) -> tuple[Grad, Grads]:
-        """Return the gradient unchanged, and that of the bias."""
+        """Return the gradient unchanged, and the gradient of the bias."""
         return dx, [None if dx is None else bias_gradient(dx, ctx)]
 
 

@@ -40,7 +40,7 @@ def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> st
 
     The plan is created if needed; beyond ``MOST_PLANS`` the oldest one is dropped.
 
-    Each plan is a separate attribute, so that a compiled graph depends only on its own plan. A
+    Each plan is a separate attribute, so a compiled graph depends only on its own plan. A
     graph whose plan was dropped is compiled again.
     """
     fuser = _FUSERS[number]
@@ -79,8 +79,7 @@ class OperationFuser(Wiring):
             basic for op in ops for basic in op.basic_ops
         ])
         self.fusing = fusing
-        # Collect the operations that override a function once: asking each of them costs about as
-        # much as a call of a small block.
+        # Collected once: asking each operation in a call is too slow (hot path).
         self.keyed = self._overriding("plan_key")
         self.prepared = self._overriding("forward_kwargs")
         self.asking = self._overriding("grad_output_request")

@@ -157,7 +157,7 @@ def fuse(
 ) -> tuple[Any, Any]:
     """Return (steps of the forward, steps of the backward in the order of the backward).
 
-    The keys are those of the active recipes, "" for none; ``first`` is the index of the first
+    The keys are the active recipes', "" for none; ``first`` is the index of the first
     operation in backward.
     """
     forward: dict[int, Step] = {}

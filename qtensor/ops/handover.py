@@ -3,7 +3,7 @@
 The operation that reads a tensor requests a format, and the operation that makes the tensor
 quantizes it.
 
-Inside a sequence these values are plain buffers, not tensor subclasses, so that a tracer sees them.
+Inside a sequence these values are plain buffers, not tensor subclasses: a tracer sees them.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class _Norm(BasicOperation):
         ctx.shape = input.shape
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, list[Any]]:
-        """Return the gradients; if requested, quantize that of the input."""
+        """Return the gradients; if requested, quantize the input's."""
         x, weight, mean, rstd = ctx.saved_tensors
         has_bias = self.kind == "layernorm"
         dx, dweight, dbias = NORM_BACKWARD(

@@ -441,7 +441,7 @@ class FusedOperation(FusibleOperation, is_base=True):
 
 def parameters_of(op: BasicOperation) -> Sequence[Any]:
     """Return the parameters of an operation, in the order of the gradients of ``op_backward``."""
-    # parameters() is several times slower than the rest of a small operation.
+    # parameters() is too slow here (hot path).
     own = op._parameters
     if op._modules:
         return list(op.parameters())

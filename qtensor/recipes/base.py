@@ -81,7 +81,7 @@ def function_number(function: Callable[..., Any]) -> int:
         FUNCTIONS[number] = weakref.ref(function)
         weakref.finalize(function, _forget_function, identity, number).atexit = False
     except TypeError:
-        # The object does not allow weak references, so that this entry stays.
+        # The object does not allow weak references, so this entry stays.
         FUNCTIONS[number] = lambda: function
     _NUMBERS[identity] = number
     return number
@@ -96,7 +96,7 @@ def _forget_function(identity: int, number: int) -> None:
 class ReadOnlyDict(dict[str, Any]):
     """A dict that cannot be changed in place, for ``recipe.overrides``.
 
-    A recipe computes its key when an option is assigned, so that it would miss a change in place.
+    A recipe computes its key when an option is assigned, so it would miss a change in place.
     """
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:

@@ -1,6 +1,6 @@
 """Measure one tensor of a model: its codes and factors, and its error if the original is known.
 
-A tensor is read in parts of whole rows, so that memory does not grow with its size.
+A tensor is read in parts of whole rows: memory does not grow with its size.
 """
 
 from __future__ import annotations

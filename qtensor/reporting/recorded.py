@@ -24,7 +24,7 @@ _READ: dict[Any, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """Describe one role of a layer over all recorded steps; each number is that of its worst step.
+    """Describe one role of a layer over all recorded steps; each number comes from its worst step.
 
     Attributes:
         layer: the layer, as ``qtensor.debug.record`` names it.
@@ -60,9 +60,6 @@ def recorded(log: Log | Iterable[Record] | str | os.PathLike[str]) -> tuple[Reco
 
     Args:
         log: a ``Log``, its records, or the path of a file that ``record(jsonl=...)`` wrote.
-
-    Raises:
-        QTensorError: the file cannot be read or is not such a file, or it has no records.
     """
     if isinstance(log, str | os.PathLike):
         records: Iterable[Record] = _lines(os.fspath(log))

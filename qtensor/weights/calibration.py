@@ -52,10 +52,6 @@ def survey(
     """Run the model on all inputs, and return what each layer received, in the order of first use.
 
     The model is in eval mode; the caller turns gradients off.
-
-    Raises:
-        QTensorError: the model failed on an input, or a layer did not run, or had an input that is
-            not finite.
     """
     found: dict[str, LayerInputs] = {}
     numbers: dict[str, list[int]] = {name: [] for name in layers}
@@ -71,7 +67,7 @@ def survey(
             found[name].squares[expert] += part.double().square().sum(0)
 
     def finish(name: str, x: Tensor | None) -> None:
-        # The last input is held, so that no other tensor can have its identity.
+        # The last input is held: no other tensor can then have its identity.
         version = -1 if x is None or x.is_inference() else x._version
         if last[0] is None or last[0][0] is not x or last[0][1] != version or version < 0:
             last[:] = [(x, version), last[1] + 1]

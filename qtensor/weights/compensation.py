@@ -55,7 +55,7 @@ def compensate(
     count, rows = weight.shape
     width = grid.block[1]
     diagonal = hessian.diagonal().clone()
-    # A factor of the whole tensor or row is chosen once, so that any order of columns is possible.
+    # A factor of the whole tensor or row is chosen once, so any order of columns is possible.
     unit = 1 if width >= count else width
     order = _block_order(diagonal, unit) if activation_order else None
     if order is not None:

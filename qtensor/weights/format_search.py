@@ -213,12 +213,7 @@ def _identity(parts: Sequence[_Group], metric: str, measure: Measurement) -> dic
 
 
 def _journal(path: str | PathLike[str] | None, identity: dict[str, Any]) -> Journal:
-    """Return the measurements of a file, or of none.
-
-    Raises:
-        QTensorError: the file belongs to another search, is not such a file, or cannot be read or
-            written.
-    """
+    """Return the measurements of a file, or of none."""
     if not (path is None or isinstance(path, str | PathLike)):
         rule, fix = "resume is the path of a file", 'Pass for example "search.jsonl"'
         fail("search", rule, repr(path), fix, ArgumentTypeError)

@@ -17,7 +17,7 @@ TOGETHER = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Names of layers that servers fuse into one matrix, so that they must have one format."""
+"""Names of layers that servers fuse into one matrix, which must have one format."""
 
 _EXPERT = re.compile(r"\bexperts\.\d+\b")
 
@@ -32,9 +32,6 @@ def layer_groups(
         groups: for each group, names or globs of its layers; layers that none names are groups of
             their own. None: the layers of ``TOGETHER`` under one parent form a group, and so do the
             same layers of all experts of a block.
-
-    Raises:
-        QTensorError: a pattern matches no layer, or a layer is in two groups.
     """
     keys: dict[str, str] = {}
     if groups is None:

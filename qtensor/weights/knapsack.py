@@ -50,8 +50,7 @@ class Front(NamedTuple):
 def front(groups: Sequence[Sequence[Option]], limit: int) -> Front:
     """Return the pairs within ``limit`` bytes that no other pair beats.
 
-    Returns:
-        The pairs; it has none if even the smallest options need more than ``limit``.
+    There is none if even the smallest options need more than ``limit``.
     """
     least_after = np.cumsum([min(o.bytes for o in group) for group in groups[::-1]])[::-1]
     sizes, errors = np.zeros(1, np.int64), np.zeros(1)

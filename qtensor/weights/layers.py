@@ -40,7 +40,7 @@ class LinearLayer:
         parameters: names of the weights in each module. A ``GroupedLinear`` has one for each
             expert.
         transposed: whether the weight is stored as (K, N), as in ``Conv1D`` of transformers.
-        stacked: whether the weight is (E, N, K), that of all experts of transformers.
+        stacked: whether the weight is (E, N, K), for all experts of a block of transformers.
         note: text about the layer for a report.
     """
 
@@ -94,7 +94,7 @@ class LinearLayer:
                 setattr(module, name, parameter)
 
     def put(self, weights: Iterable[Tensor]) -> None:
-        """Replace the weights by frozen parameters, which hold tensors like those of ``weights``.
+        """Replace the weights by frozen parameters with other values, in the form of ``weights``.
 
         Modules that share a weight share the new one.
         """
@@ -111,12 +111,6 @@ def linear_layers(
     ``GroupedLinear`` of qtensor. Modules that share a weight are one layer, with the name of the
     first. ``filter_fn(module, name)`` selects layers; stacked experts have the name of their
     parameter. With ``plain``, layers of qtensor are left out.
-
-    Returns:
-        The layers to quantize, in the model's order, and the reports of the others.
-
-    Raises:
-        ArgumentTypeError: ``model`` is not a module, or ``filter_fn`` not a function.
     """
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
@@ -242,10 +236,6 @@ def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> 
     """Return the first pattern that matches each name; names without one are left out.
 
     ``what`` is the argument that holds the patterns, the most important first.
-
-    Raises:
-        QTensorError: a pattern matches no name.
-        ArgumentTypeError: a pattern is not a string.
     """
     patterns, names = list(patterns), list(names)
     for pattern in patterns:

@@ -62,7 +62,7 @@ class Rounding:
 
     @property
     def chooses(self) -> bool:
-        """Whether codes or factors may differ from those of ``quantize``."""
+        """Whether codes or factors may differ from what ``quantize`` gives."""
         return self.compensate or self.scales != "nearest"
 
     @property
@@ -132,13 +132,7 @@ def check_grid(op: str, quantizer: Quantizer) -> None:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer to quantize.
-
-    Attributes:
-        name: its name.
-        linear: the layer.
-        quantizer: the format of its weights.
-    """
+    """A layer to quantize, and the format of its weights."""
 
     name: str
     linear: LinearLayer
@@ -149,10 +143,6 @@ def check_weight(layer: Layer, own: str, weight: Tensor, rounding: Rounding) -> 
     """Refuse a weight or a format that only rounds to nearest.
 
     The weight is (N, K), or (E, N, K) for stacked experts; ``own`` is its name in the layer.
-
-    Raises:
-        QTensorError: the format does not allow chosen codes, or the weight has NaN, inf or no
-            values.
     """
     name = layer.name if layer.linear.stacked else f"{layer.name}.{own}"
     check_grid(OP, layer.quantizer)

@@ -17,7 +17,7 @@ def best_factors(grid: Grid, x: Tensor, importance: Tensor | None = None) -> Ten
 
     Each block is searched over the candidates of ``grid.falling``, in float64. Values beyond the
     largest one of a candidate are clipped to it. The error of this clipping alone grows with each
-    further candidate, so that a block is finished when it reaches the least error found. The search
+    further candidate, so a block is finished when it reaches the least error found. The search
     is exact where ``falling`` yields every factor that can be best: for E8M0 and E4M3 factors and
     for powers of two. A factor other than the nearest one is chosen only if its error is smaller.
 

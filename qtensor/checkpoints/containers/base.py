@@ -90,7 +90,7 @@ class Container(Protocol):
     """What else the container has: records of a pickle, key-values of GGUF."""
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor; its memory is that of the mapped file where alignment allows."""
+        """Return a tensor; it shares the memory of the mapped file where alignment allows."""
 
     def release(self, name: str) -> None:
         """Give the pages of a tensor back to the system, if the tensor lies in a map of its own."""

@@ -180,7 +180,7 @@ class _Header:
         refuse(Place(self._path, name), rule, got, _AGAIN)
 
     def _move(self, size: int) -> int:
-        """Move behind the next bytes and return the offset at which they begin."""
+        """Skip the next bytes and return the offset at which they begin."""
         at = self.at
         if size > self._end - at:
             rule = f"the header lies inside the file and has at most {MAX_HEADER} bytes"
@@ -242,7 +242,7 @@ class _Header:
         return values
 
     def _skip(self, kind: int, key: str, depth: int) -> None:
-        """Move behind a value."""
+        """Skip a value."""
         if kind in _SCALARS:
             self._move(struct.calcsize(_SCALARS[kind]))
         elif kind == STRING:
@@ -282,7 +282,7 @@ def _alignment(values: Mapping[str, GGUFValue], path: str) -> int:
 
 
 def _info(name: str, shape: tuple[int, ...], number: int, path: str, start: int) -> TensorInfo:
-    """Return the stored tensor of an entry; that of an unknown type has no bytes."""
+    """Return the stored tensor of an entry; a tensor of an unknown type has no bytes."""
     kind = TYPES.get(number)
     if kind is None:
         return TensorInfo(name, "U8", (0,), path, start, 0)
@@ -307,7 +307,7 @@ def _check_overlap(infos: Mapping[str, TensorInfo]) -> None:
 
 
 def _decode(kind: int, data: memoryview, at: int) -> tuple[Any, int]:
-    """Return a value that ``_skip`` has checked, and the offset behind it."""
+    """Return a value that ``_skip`` has checked, and the offset after it."""
     if kind in _SCALARS:
         return struct.unpack_from(_SCALARS[kind], data, at)[0], at + struct.calcsize(_SCALARS[kind])
     if kind == STRING:

@@ -13,7 +13,7 @@ from qtensor.checkpoints.containers.shard_files import SeveralFiles, path_inside
 from qtensor.checkpoints.errors import Place, refuse
 
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
-"""Keys of each part: its number from 0, the number of parts, and that of all tensors."""
+"""Keys of each part: its number from 0, the number of parts, the number of all tensors."""
 KEYS = (NUMBER, COUNT, TENSORS)
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _AGAIN = "Download every part into one folder, or merge them with llama-gguf-split"
@@ -48,7 +48,7 @@ def _number(part: Container, key: str) -> int | None:
 
 
 class SplitGGUF(SeveralFiles):
-    """Hold the tensors of all parts. The key-values are those of the first part."""
+    """Hold the tensors of all parts. The first part gives the key-values."""
 
     kind = "gguf"
     source = "a part"

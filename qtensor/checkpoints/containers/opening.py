@@ -86,12 +86,7 @@ def _first_bytes(file: Path, path: str) -> bytes:
 
 
 def _file_of_folder(folder: str) -> str:
-    """Return the file or index that a folder holds.
-
-    Raises:
-        CheckpointError: the folder cannot be read, or holds none, or several of which none is the
-            model.
-    """
+    """Return the file or index that a folder holds."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:

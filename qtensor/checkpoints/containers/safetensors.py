@@ -2,7 +2,7 @@
 
 The package ``safetensors`` is not used, for three reasons: checkpoints open with torch and numpy
 alone; each problem of a file needs an error that names the file and the tensor; and a writer must
-write tensors one by one, so that memory stays bounded.
+write tensors one by one, in bounded memory.
 
 A file is: 8 bytes, the size n of the header as a little-endian integer; n bytes, a JSON object
 (UTF-8, may end in spaces) of ``name: {"dtype", "shape", "data_offsets": [begin, end]}`` and
@@ -182,11 +182,7 @@ def _header(data: Mapped, path: str) -> tuple[dict[str, Any], int]:
 
 
 def parse_json(text: bytes, place: Place, infinite: bool = False) -> dict[str, Any]:
-    """Return a JSON object of a file; ``infinite`` also allows NaN and Infinity.
-
-    Raises:
-        CheckpointError: the text is not UTF-8 or JSON, is not an object, or has a name twice.
-    """
+    """Return a JSON object of a file; ``infinite`` also allows NaN and Infinity."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -288,7 +284,7 @@ class SafetensorsWriter:
     ) -> None:
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
-        The file holds wide dtypes first, so that every tensor is aligned.
+        The file holds wide dtypes first; every tensor is then aligned.
 
         Raises:
             CheckpointError: a name occurs twice, a dtype has no name in the format, the header is
@@ -346,12 +342,7 @@ class SafetensorsWriter:
         return struct.pack("<Q", len(text)) + text
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor at its place.
-
-        Raises:
-            CheckpointError: the tensor does not have the dtype and shape of its spec, has been
-                written already, or the disk is full.
-        """
+        """Write one tensor at its place."""
         place = Place(self.path, name)
         if name not in self._missing:
             refuse(place, "each tensor of the header is written once", name, "Fix the specs")
@@ -372,10 +363,6 @@ class SafetensorsWriter:
             name: name of the tensor.
             first: index of the first element, in the order of memory.
             part: the elements, of the dtype of the spec and any shape.
-
-        Raises:
-            CheckpointError: the dtype is wrong, more elements are written than the tensor has, or
-                the disk is full.
         """
         offset, spec = self._offsets[name]
         data = _raw(part.detach())
@@ -426,11 +413,7 @@ class SafetensorsWriter:
         self.publish()
 
     def finish(self) -> None:
-        """Sync the file under its temporary name; ``publish`` renames it later.
-
-        Raises:
-            CheckpointError: a tensor is missing, or the disk is full.
-        """
+        """Sync the file under its temporary name; ``publish`` renames it later."""
         if self._missing:
             got = f"{len(self._missing)} missing, for example {min(self._missing)!r}"
             self.abort()

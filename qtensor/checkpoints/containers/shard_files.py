@@ -21,7 +21,7 @@ MAX_JSON = 100_000_000
 
 
 class SeveralFiles:
-    """Read the tensors of several files as those of one; a subclass opens the files."""
+    """Read several files as if they were one; a subclass opens the files."""
 
     path: str
     source: ClassVar[str]
@@ -126,7 +126,7 @@ class ShardedFiles(SeveralFiles):
         return next(iter(kinds))
 
     def _tensors(self, shard: Container, name: str, file: str) -> list[TensorInfo]:
-        """Return the tensor of a name, or those of a record of that name."""
+        """Return the tensor of a name, or all tensors of a record of that name."""
         record = shard.extra.get("records", {}).get(name)
         if record is not None:
             values = list(record.args)

@@ -134,7 +134,7 @@ class _Bytes(io.BytesIO):
 
 
 class InertUnpickler(pickle._Unpickler):
-    """Read pickles that follow each other; ``value`` returns that of the next one.
+    """Read pickles that follow each other; ``value`` returns the value of the next one.
 
     The base class is the one in Python. That in C cannot check the keys of a dict, and reserves
     memory for any memo index.
@@ -164,11 +164,7 @@ class InertUnpickler(pickle._Unpickler):
         self._made: dict[int, tuple[object, Any]] = {}
 
     def value(self) -> Any:
-        """Return the value of the next pickle.
-
-        Raises:
-            CheckpointError: the pickle is damaged, too long, or names anything else than tensors.
-        """
+        """Return the value of the next pickle."""
         self.memo.clear()
         try:
             return self.load()
@@ -220,7 +216,7 @@ class InertUnpickler(pickle._Unpickler):
         return record
 
     def load_frame(self) -> None:
-        """Skip the size of a frame, so that every read is counted."""
+        """Skip the size of a frame; every read is then counted."""
         self.read(8)
 
     def load_reduce(self) -> None:
@@ -380,9 +376,6 @@ def load_legacy(data: bytes, place: Place) -> Any:
 
     The stream is five pickles (a number, the version, facts of the machine, the value, the keys of
     the storages), then for each storage its number of elements in 8 bytes and its bytes.
-
-    Raises:
-        CheckpointError: the stream is damaged, or names anything else than tensors.
     """
     stream: dict[str, bytes] = {}
     reader = InertUnpickler(data, place, stream)

@@ -51,12 +51,7 @@ class Entry(NamedTuple):
 
 
 def zip_entries(file: Path, data: Mapped, path: str) -> dict[str, Entry]:
-    """Return the entries of a zip by name; nothing is extracted.
-
-    Raises:
-        CheckpointError: the zip is damaged, a name leaves it or occurs twice, or an entry is
-            compressed, encrypted, or ends behind the file.
-    """
+    """Return the entries of a zip by name; nothing is extracted."""
     found: dict[str, Entry] = {}
     try:
         with zipfile.ZipFile(file) as archive:
@@ -207,8 +202,8 @@ class StateDict:
 class TorchZip(SafetensorsFile):
     """Read one file of ``torch.save``; the container of layouts torchao and Transformer Engine.
 
-    Opening reads the directory of the zip and the pickle. The map is private, as that of a
-    safetensors file. ``TensorInfo.start`` of an ``_extra_state``, which lies in the pickle, is 0.
+    Opening reads the directory of the zip and the pickle. The map is private, as for
+    safetensors files. ``TensorInfo.start`` of an ``_extra_state``, which lies in the pickle, is 0.
     """
 
     kind = "torch"

@@ -57,9 +57,9 @@ def convert(
     decoded as their origin does and quantized again; the report has the error of each. Without it,
     a weight that the layout cannot hold is refused.
 
-    Files are written under temporary names and renamed at the end, so that either the old or the
-    new checkpoint is there. After an interruption, the same call goes on behind the last finished
-    file; docs/checkpoints.md has the details.
+    Files are written under temporary names and renamed at the end: at any moment either the old or
+    the new checkpoint is there. After an interruption, the same call goes on after the last file
+    that was finished; docs/checkpoints.md has the details.
 
     Args:
         src: a file, a folder or an index.
@@ -166,7 +166,7 @@ def _finish_folder(
     names: list[str],
     shards: list[PlannedShard],
 ) -> list[str]:
-    """Write what lies beside the tensors: the index, the JSON files and those of the source."""
+    """Write the files beside the tensors: the index, JSON files, and files of the source."""
     texts = texts_of(writer)
     if len(shards) > 1:
         index = index_of(names, [Shard([], shard.specs) for shard in shards])

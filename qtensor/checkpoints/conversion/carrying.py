@@ -26,7 +26,7 @@ class Carried(NamedTuple):
     Attributes:
         name: name in the result.
         reciprocal: True if a factor becomes a divisor, or the reverse.
-        shape: shape in the result, or None for that of the source.
+        shape: shape in the result, or None to keep the shape.
     """
 
     name: str
@@ -73,7 +73,7 @@ def _is_factor(checkpoint: Checkpoint, name: str) -> bool:
 def _kv_factor(name: str, which: int) -> str | None:
     """Return the end of a name that says "factor of the keys" (0) or "of the values" (1), or None.
 
-    A layout that keeps names holds those of every layout, so all of them are tried.
+    A layout that keeps names may hold names of every layout, so all of them are tried.
     """
     for end in _kv_ends(which):
         if name == end or name.endswith(f".{end}"):

@@ -41,7 +41,7 @@ def error_sums(x: Tensor, decoded: Tensor) -> ErrorSums:
     """Return the sums of a part.
 
     The dot products run in float32 over pieces of 2^17 elements, and their results are added in
-    float64, so that the sums hold five digits. ``decoded``, float32 of as many elements as ``x``,
+    float64; the sums then hold five digits. ``decoded``, float32 of as many elements as ``x``,
     is overwritten.
     """
     values, error = x.reshape(-1).float(), decoded.reshape(-1)

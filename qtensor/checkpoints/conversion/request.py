@@ -35,7 +35,7 @@ class Progress(NamedTuple):
     """Say how far a conversion is.
 
     Attributes:
-        done: bytes of the source that are done; those of resumed shards count as done.
+        done: bytes of the source that are done, resumed shards included.
         total: bytes of all tensors of the source that are carried.
         seconds: time since the call began.
         worked: bytes of the source that this call converted.
@@ -135,11 +135,7 @@ class Request:
 def make_request(
     src: object, dst: object, layout: str, options: Mapping[str, Any], **more: Any
 ) -> Request:
-    """Return the request of a call.
-
-    Raises:
-        CheckpointError: a path or an option is not legal.
-    """
+    """Return the request of a call."""
     paths = checked_path(src, "src"), checked_path(dst, "dst")
     known = Options.__annotations__
     for name in options:
@@ -192,11 +188,7 @@ def _is_empty(path: str) -> bool:
 
 
 def checked_format(fmt: str | Quantizer) -> Quantizer:
-    """Return the quantizer of ``format=``.
-
-    Raises:
-        CheckpointError: it is unknown, or it does not give the same bytes in every run.
-    """
+    """Return the quantizer of ``format=``."""
     try:
         found = parsed(fmt.canonical if isinstance(fmt, Quantizer) else fmt)
     except (QTensorError, AttributeError, TypeError) as error:

@@ -45,7 +45,7 @@ from qtensor.storage.tensor import QuantizedTensor
 _SMALL = 1 << 20
 """Tensors below this number of bytes are written at once, without a thread."""
 _CARRIED_FILES = (".json", ".txt", ".model", ".jinja", ".py")
-"""Ends of the names of files, such as those of a tokenizer, that go into the result."""
+"""Ends of the names of other files that go into the result, such as tokenizer files."""
 _OURS = ("config.json", "hf_quant_config.json", "quantize_config.json")
 
 
@@ -185,7 +185,7 @@ class Stream:
     def _put(
         self, file: SafetensorsWriter, step: Step, make: Callable[[], dict[str, Tensor]]
     ) -> None:
-        """Write stored tensors on a thread, after those of the tensor before."""
+        """Write stored tensors on a thread, once the tensor before is written."""
 
         def write() -> None:
             for name, tensor in make().items():
@@ -216,13 +216,10 @@ class Stream:
 def copy_other_files(
     checkpoint: Checkpoint, src: str, folder: str, made: Iterable[str]
 ) -> list[str]:
-    """Copy the files of a tokenizer and the like from the folder of a source.
+    """Copy the files of a tokenizer and the like from the folder of a source; return their names.
 
     A single file without a config.json may lie among files of others, so nothing is copied then.
     ``made`` names the files that the conversion makes itself.
-
-    Returns:
-        The names of the copied files.
     """
     source = checkpoint.folder
     if source is None or not (

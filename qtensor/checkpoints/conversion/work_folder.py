@@ -52,7 +52,7 @@ class WorkFolder:
         self._path = f"{self.folder}.jsonl"
         self._journal = Journal(self._path, {"about": about})
         self.files: dict[str, dict[str, Any]] = self._journal.entries
-        """Name -> {"bytes", "sha256", "tensors"}; ``finished`` checks those of earlier calls."""
+        """Name -> {"bytes", "sha256", "tensors"}; ``finished`` checks entries of earlier calls."""
         if resume:
             with contextlib.suppress(OSError, ValueError):
                 self._journal.read()

@@ -262,7 +262,7 @@ def _opened(path: Path, name: str, layout: str | None) -> Checkpoint:
     checkpoint = open_with_factors(path, layout)
     if name not in checkpoint and checkpoint.reader.conversion_options:
         checkpoint.close()
-        checkpoint = open_checkpoint(path, layout)  # the name may be that of a factor
+        checkpoint = open_checkpoint(path, layout)  # a factor may have the name
     if name not in checkpoint:
         with checkpoint:
             close = [known for known in checkpoint if name in known][:3]

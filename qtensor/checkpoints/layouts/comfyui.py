@@ -273,7 +273,7 @@ class ComfyUILayout(Layout):
         return assemble(quantizer, shape, group.dtype, parts)
 
     def _factor(self, group: Group, stored: Loaded) -> Tensor:
-        """Return the tensor factor of an NVFP4 weight, or those of its experts, checked."""
+        """Return the tensor factor of an NVFP4 weight, or the factors of its experts, checked."""
         return self.tensor_factor(group, stored, "weight_scale_2 is finite and not negative", _FIX)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
@@ -410,7 +410,7 @@ class ComfyUIWriter(Writer):
         return found
 
     def _description(self, module: str, kind: str, tensor: QuantizedTensor) -> Tensor:
-        """Return the ``comfy_quant`` text of a layer, that of the open checkpoint if it has one."""
+        """Return the ``comfy_quant`` text of a layer: the source's own text if there is one."""
         text = f"{module}.{DESCRIPTION}"
         if self.source is not None and self.source.read and text in self.source.tensors:
             stored = self.source.read(text)

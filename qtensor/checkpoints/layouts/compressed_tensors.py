@@ -343,7 +343,7 @@ class CompressedTensorsLayout(Layout):
 
 
 def _joined(module: str, last: str) -> str:
-    """Return the name of a tensor of a module; that of the whole model is ""."""
+    """Return the name of a tensor of a module; "" is the name of the whole model."""
     return f"{module}.{last}" if module else last
 
 

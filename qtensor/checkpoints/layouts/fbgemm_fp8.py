@@ -1,6 +1,6 @@
 """Read and write FBGEMM FP8, transformers' ``fbgemm_fp8``: one float32 factor for each output.
 
-The factors multiply. Stacked experts are those of Llama 4, stored (E, K, N).
+The factors multiply. Stacked experts occur in Llama 4, stored (E, K, N).
 """
 
 from __future__ import annotations

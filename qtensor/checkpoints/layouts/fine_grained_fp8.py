@@ -251,7 +251,7 @@ class FineGrainedFP8Writer(Writer):
         return {name: parts.codes.view(torch.float8_e4m3fn), factor: scale}
 
     def _factor_name(self, name: str, default: str, tensor: QuantizedTensor) -> str:
-        """Return the name of a factor: in a copy, that of the source."""
+        """Return the name of a factor; a copy keeps the name in the source."""
         if name not in self._names:
             stored = self.copied.tensors if self.copied and not tensor.is_meta else {}
             names = [name + suffix for suffix in _STACKED]

@@ -59,7 +59,7 @@ PLAIN = tuple(kind.stored for kind in TYPES.values() if kind.stored)
 
 
 class GGUFLayout(Layout):
-    """Read GGUF files; names are those of the file, and so is the order of rows.
+    """Read GGUF files, with the names and the order of rows of the file.
 
     ``open`` takes ``fold_scale=True``: the factors ``x.scale`` of NVFP4 weights become part of the
     weights and are no longer tensors of their own.
@@ -83,7 +83,7 @@ class GGUFLayout(Layout):
         return source.kind == "gguf"
 
     def groups(self) -> Iterable[Group]:
-        """Return a group for each quantized tensor; those of other types cannot be read."""
+        """Return a group for each quantized tensor; other types cannot be read."""
         types, shapes = self.source.extra["types"], self.source.extra["shapes"]
         for name, info in self.source.tensors.items():
             kind, shape = types[name], shapes[name]
@@ -143,7 +143,7 @@ class GGUFLayout(Layout):
         return assemble(found.quantizer, group.shape, group.dtype, parts)
 
     def _tensor_factor(self, group: Group, stored: Loaded) -> TensorFactor:
-        """Return the amax of an NVFP4 weight: 2688 for the factor 1, or that of its sidecar."""
+        """Return the amax of an NVFP4 weight from the factor in its sidecar; 2688 without one."""
         if "factor" not in stored:
             return TensorFactor(NVFP4Quantizer(), torch.tensor([AMAX], dtype=torch.float32))
         return from_factors(self._factor(group, stored), group.shape[-2])

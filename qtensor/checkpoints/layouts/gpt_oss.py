@@ -68,7 +68,7 @@ class GptOssLayout(Layout):
         return Group(name, roles, shape, dtype, MXFP4Quantizer(), "gpt-oss mxfp4", transposed=True)
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
-        """Return the experts as MXFP4 of shape (E, N, K); the codes are those of the file."""
+        """Return the experts as MXFP4 of shape (E, N, K), with the codes of the file."""
         experts, cols, rows = group.shape
         parts = Parts(stored["codes"].flatten(-2), stored["scale"])
         return assemble(group.quantizer, (experts, rows, cols), group.dtype, parts)

@@ -211,7 +211,7 @@ class TransformerEngineLayout(Layout):
         return group.quantizer.assemble(buffers, group.shape, group.dtype)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
-        """Return the values by our own arithmetic, which is that of the origin."""
+        """Return the values by our own arithmetic, which equals the arithmetic of the origin."""
         if group.scheme == "mxfp8_tensor":
             direction = "rowwise" if "rowwise_scale_inv" in stored else "columnwise"
             arithmetic.e8m0(stored[f"{direction}_scale_inv"])  # refuses 255
