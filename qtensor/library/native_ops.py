@@ -285,6 +285,8 @@ def _register() -> None:
         failed = results.get(schema.rsplit(" -> ", 1)[1], (nothing, nothing))
         _PYTHON.define(schema)
         _PYTHON.impl(name, _keeping(handle, BODIES[name], failed), "CompositeExplicitAutograd")
+        # What autograd does for an op, it has done for the op that was called.
+        _PYTHON.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     if handle.qtensor_ops_register(torch_cpu._handle, _addresses((_tell, _choose, _situation))):
         return

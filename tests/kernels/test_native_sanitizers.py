@@ -68,15 +68,16 @@ BY_CPP = """
 import sys
 import pytest
 import qtensor.build.cache
-from native_cases import loaded
-from qtensor.kernels.cpu.native import Library
+from qtensor.kernels.cpu import native
 from qtensor.library import native_ops
 
 qtensor.build.cache.build = lambda spec: sys.argv[2]
 qtensor.build.cache.is_built = lambda spec: True
-with loaded(Library(sys.argv[1])):
-    assert native_ops.library() is not None
-    sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", *sys.argv[3:]]))
+kernels = native.Library(sys.argv[1])
+native.library = lambda: kernels
+native_ops.serve(kernels)
+assert native_ops.library() is not None
+sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
 CALLS = (
     "library/test_native_ops.py",

@@ -414,6 +414,16 @@ def test_gradients_and_inference_mode(case: FormatCase) -> None:
     assert not q.detach().dequantize().is_inference()
 
 
+def test_an_op_without_gradients_is_warned_about_once() -> None:
+    weight = qtensor.quantize(torch.randn(32, 64), "mxfp8").buffers()
+    for rows in (8, 9000):  # served in C++, and by Python
+        x = torch.randn(rows, 64, requires_grad=True)
+        with pytest.warns(UserWarning, match="qtensor::weight_gemm: an autograd kernel") as told:
+            OPS.weight_gemm(x, weight, "mxfp8", 32).sum().backward()
+        assert len(told) == 1
+        assert x.grad is None
+
+
 def test_values_that_the_dispatcher_computes() -> None:
     x = torch.randn(32, 64)
     for lazy, plain in (

@@ -77,7 +77,7 @@ void bump_version(const Tensor& t) { (void)torch.aoti_torch_copy_(t.handle, t.ha
 bool delayed_begin(Arguments& call, Tensors& results) {
     enum { SCALE, HISTORY, STEPS, CELL, CELL_STEP, STEP, ADVANCE, LENGTH };
     enum { ALGORITHM = LENGTH + 1, MARGIN, LARGEST, ROWS_GIVEN, NEW_SCALE, REPORT, KEPT };
-    Tensor scale, history, steps, cell, cell_step, step;
+    Tensor scale, history, steps, cell, cell_step, step, report;
     if (call.has(ROWS_GIVEN) || call.has(NEW_SCALE)) return false;  // of a recipe of the user
     if (!call.tensor(SCALE, scale) || !scale.is(FLOAT32) || scale.shape.dim != 1) return false;
     if (!call.tensor(HISTORY, history) || !history.is(FLOAT32) || history.shape.dim != 2) return false;
@@ -85,6 +85,7 @@ bool delayed_begin(Arguments& call, Tensors& results) {
     if (!call.tensor(STEPS, steps) || !steps.is_vector(INT64, 2)) return false;
     if (!call.tensor(CELL_STEP, cell_step) || !cell_step.is_vector(INT64, 1)) return false;
     if (!call.tensor(STEP, step) || !step.is_vector(INT64, 1)) return false;
+    if (call.has(REPORT) && !(call.tensor(REPORT, report) && report.is_vector(INT64, 2))) return false;
     const i64 columns = scale.shape.size[0], gradients = cell.shape.size[0];
     const i64 length = call.word(LENGTH), margin = call.word(MARGIN);
     if (columns < 1 || history.shape.size[1] != columns || gradients > columns) return false;
