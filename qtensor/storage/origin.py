@@ -53,7 +53,7 @@ class Origin(NamedTuple):
     Attributes:
         is_part: the tensor shows a part of a larger one, so its buffers may lack padding.
         shared: names of buffers that also serve values outside this tensor. A write leaves them
-            unchanged, but for factors of 0, which encode nothing but zeros.
+            unchanged, except factors of 0, with which every value is 0.
         is_copy: the tensor is a copy where torch has a view, so a write would not reach the whole.
         lacks_usage: another tensor has these bytes in a direction that this one has not, so a write
             would not reach it (``usages.py``).

@@ -89,7 +89,7 @@ def _encode_part(dst: QuantizedTensor, values: Tensor, shared: tuple[str, ...]) 
 
 
 def _replace_zero_factors(dst: QuantizedTensor, values: Tensor, shared: tuple[str, ...]) -> None:
-    """Replace shared factors of 0, which encode nothing but zeros, by factors of ``values``.
+    """Replace shared factors of 0, with which every value is 0, by factors of ``values``.
 
     All values that share such a factor are zeros, and every factor encodes these. NVFP4 stores
     maxima, which are 0 for zeros; appended rows have factors of 0.
