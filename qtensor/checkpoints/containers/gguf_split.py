@@ -20,11 +20,7 @@ _AGAIN = "Download every part into one folder, or merge them with llama-gguf-spl
 
 
 def open_gguf(file: Path) -> GGUFFile | SplitGGUF:
-    """Return the container of a GGUF file, or of all parts if the file is one of several.
-
-    Raises:
-        CheckpointError: the file is not sound, or a part is missing.
-    """
+    """Return the container of a GGUF file, or of all parts if the file is one of several."""
     part = GGUFFile(file)
     count = _number(part, COUNT)
     if count is None or count == 1:

@@ -91,11 +91,7 @@ class SafetensorsFile:
         return self._map, self.infos[name]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, which shares the memory of the map unless its bytes are not aligned.
-
-        Raises:
-            CheckpointError: no such tensor, or the file is closed.
-        """
+        """Return a tensor, which shares the memory of the map unless its bytes are not aligned."""
         data, info = self._bytes_of(name)
         dtype = STORED_TYPES[info.dtype].torch_dtype
         shape = torch_shape(info.dtype, info.shape)
@@ -357,12 +353,8 @@ class SafetensorsWriter:
     def write_part(self, name: str, first: int, part: Tensor) -> None:
         """Write some elements of a tensor; threads may write different parts at once.
 
-        The tensor is complete when parts of its size were written.
-
-        Args:
-            name: name of the tensor.
-            first: index of the first element, in the order of memory.
-            part: the elements, of the dtype of the spec and any shape.
+        ``first`` is the index of the first element in memory; ``part`` has the dtype of the spec
+        and any shape. The tensor is complete when parts of its size were written.
         """
         offset, spec = self._offsets[name]
         data = _raw(part.detach())
@@ -404,11 +396,7 @@ class SafetensorsWriter:
         refuse(Place(self.path), "the file must be writable", error, fix, error)
 
     def close(self) -> None:
-        """Sync the file and give it its final name.
-
-        Raises:
-            CheckpointError: a tensor is missing, or the disk is full.
-        """
+        """Sync the file and give it its final name."""
         self.finish()
         self.publish()
 
@@ -424,11 +412,7 @@ class SafetensorsWriter:
         self._file = -1
 
     def publish(self) -> None:
-        """Rename the finished file to its final name, replacing an older file.
-
-        Raises:
-            CheckpointError: the file cannot be renamed.
-        """
+        """Rename the finished file to its final name, replacing an older file."""
         with self._removing():
             os.replace(self.temporary, self.path)
             sync_folder(os.path.dirname(self.path))

@@ -228,11 +228,7 @@ class TorchZip(SafetensorsFile):
         self.extra = {"records": self._state.records, "strides": self._state.strides}
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, which shares the memory of the map.
-
-        Raises:
-            CheckpointError: no such tensor, or the file is closed.
-        """
+        """Return a tensor, which shares the memory of the map."""
         data, _ = self._bytes_of(name)
         if name in self._state.bytes:
             return _tensor_of_bytes(self._state.bytes[name])
@@ -273,9 +269,6 @@ def pickled_tensors(data: bytes, place: Place) -> dict[str, Tensor]:
     """Return the tensors of a pickle that lies in a tensor, such as an ``_extra_state``.
 
     The pickle may be a legacy stream or a zip; empty bytes hold nothing.
-
-    Raises:
-        CheckpointError: it is damaged, or names anything but tensors; nothing is executed.
     """
     if not data:
         return {}

@@ -114,11 +114,7 @@ class WorkFolder:
         self.discard()
 
     def publish_folder(self) -> None:
-        """Give the work folder the name of the result, in place of an older folder.
-
-        Raises:
-            CheckpointError: the older folder holds files that are none of a checkpoint.
-        """
+        """Give the work folder the name of the result, in place of an older folder."""
         sync_folder(self.folder)
         if os.path.isdir(self.dst) and os.listdir(self.dst):
             check_replaceable(self.dst)
