@@ -175,8 +175,6 @@ class CompressedTensorsLayout(Layout):
             self.refuse("", rule, repr(sizes), "Check config.json")
         return sizes[0], sizes[1]
 
-    # ---- groups
-
     def groups(self) -> Iterable[Group]:
         """Return a group for each module that has a factor."""
         tensors = self.source.tensors
@@ -287,8 +285,6 @@ class CompressedTensorsLayout(Layout):
         if scheme.format == NVFP4 and scheme.size != 16:
             target = DenseOnly(f"NVFP4 in groups of {scheme.size}; ours are groups of 16")
         return Group(name, roles, (rows, cols), torch.bfloat16, target, scheme.format, scheme)
-
-    # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a module."""

@@ -88,8 +88,6 @@ class FineGrainedFP8Layout(Layout):
             self.refuse("", rule, repr(block), "Check config.json")
         return block[0], block[1]
 
-    # ---- groups
-
     def groups(self) -> Iterable[Group]:
         """Return a group for each float8 or packed FP4 weight; each needs its factor."""
         used: set[str] = set()
@@ -175,8 +173,6 @@ class FineGrainedFP8Layout(Layout):
             return DenseOnly(f"{shape[1]} rows of an expert are not whole blocks of {block[0]}")
         pow2 = powers or self.source.quantization.get("scale_fmt") == "ue8m0"
         return Float8BlockQuantizer(block_scaling_dim=_BLOCKS[block], force_pow_2_scales=pow2)
-
-    # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight."""

@@ -199,8 +199,6 @@ class TransformerEngineLayout(Layout):
             self.refuse(name, rule, repr(number)[:60], _AGAIN)
         return _ELEMENTS[number]
 
-    # ---- reading
-
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return the tensor around its buffers."""
         found = dict(stored)
