@@ -102,14 +102,9 @@ def find_cxx() -> Compiler:
 
 
 def _not_found(got: str) -> NoReturn:
-    fail(
-        "C++ compiler",
-        "a compiler must be on PATH or in QTENSOR_CXX, and answer --version",
-        got,
-        "Install one (Debian, Ubuntu: apt install g++; conda: conda install gxx), or set "
-        "QTENSOR_CXX to one",
-        CompilerNotFound,
-    )
+    rule = "a compiler must be on PATH or in QTENSOR_CXX, and answer --version"
+    fix = "Install one (Debian, Ubuntu: apt install g++; conda: conda install gxx), or set "
+    fail("C++ compiler", rule, got, f"{fix}QTENSOR_CXX to one", CompilerNotFound)
 
 
 def _words(value: str) -> tuple[str, ...]:
