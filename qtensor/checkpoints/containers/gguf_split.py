@@ -50,11 +50,7 @@ class SplitGGUF(SeveralFiles):
     source = "a part"
 
     def __init__(self, part: GGUFFile, count: int) -> None:
-        """Open every one of ``count`` parts; ``part`` is one of them, for its path.
-
-        Raises:
-            CheckpointError: a part is missing, has another number, or a name occurs twice.
-        """
+        """Open every one of ``count`` parts; ``part`` is one of them, for its path."""
         super().__init__()
         self.path, self.folder = part.path, part.folder
         self.headers: tuple[Mapping[str, str], ...] = ()

@@ -59,9 +59,6 @@ class SafetensorsFile:
         """Open a file.
 
         An open binary file is read from its beginning.
-
-        Raises:
-            CheckpointError: the file cannot be read, or is not a sound safetensors file.
         """
         self.extra: Mapping[str, Any] = {}
         self.folder: str | None = None
@@ -281,10 +278,6 @@ class SafetensorsWriter:
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
         The file holds wide dtypes first; every tensor is then aligned.
-
-        Raises:
-            CheckpointError: a name occurs twice, a dtype has no name in the format, the header is
-                too long, or the disk is full.
         """
         self.path = os.path.abspath(path)
         self._offsets: dict[str, tuple[int, TensorSpec]] = {}

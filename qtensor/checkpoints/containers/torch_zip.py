@@ -118,10 +118,6 @@ class StateDict:
         """Walk over a value.
 
         ``entries`` has the entry of each storage by its key; it is empty for legacy streams.
-
-        Raises:
-            CheckpointError: the value is not a dict, a name occurs twice, there are too many
-                values, or a storage has another size than its entry.
         """
         self._path, self._entries = path, entries
         self.infos: dict[str, TensorInfo] = {}

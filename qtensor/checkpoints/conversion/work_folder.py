@@ -42,9 +42,6 @@ class WorkFolder:
         """Take over the finished files of an interrupted call, or begin anew.
 
         ``about`` is what decides the bytes of the result: another value begins anew.
-
-        Raises:
-            CheckpointError: the folder cannot be written.
         """
         self.dst = os.path.abspath(dst)
         parent, name = os.path.split(self.dst)
