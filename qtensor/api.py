@@ -62,13 +62,9 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
     if not isinstance(fmt, str):
         is_class = isinstance(fmt, type) and issubclass(fmt, Quantizer)
         fix = f"Call it: {fmt.__name__}()" if is_class else f"Choose one of: {', '.join(formats())}"
-        fail(
-            "quantizer",
-            "the format is an id or a quantizer",
-            "a tensor" if isinstance(fmt, torch.Tensor) else repr(fmt),
-            fix,
-            ArgumentTypeError,
-        )
+        rule = "the format is an id or a quantizer"
+        got = "a tensor" if isinstance(fmt, torch.Tensor) else repr(fmt)
+        fail("quantizer", rule, got, fix, ArgumentTypeError)
     cls = quantizer_class(fmt)
     # Dynamo warns about a cache in traced code, so a traced call does not use the cache.
     if not torch.compiler.is_compiling():
@@ -165,24 +161,14 @@ def dequantize(
     elif isinstance(q, torch.Tensor):
         values = torch.ops.qtensor.dequantize_tensor(q, dtype if out is None else out.dtype)
     else:
-        fail(
-            "dequantize",
-            "a quantized tensor or storage is needed",
-            type(q).__name__,
-            "Quantize it first",
-            ArgumentTypeError,
-        )
+        rule, got = "a quantized tensor or storage is needed", type(q).__name__
+        fail("dequantize", rule, got, "Quantize it first", ArgumentTypeError)
     return values if out is None else _same_shape(q, out).copy_(values)
 
 
 def _same_shape(q: Tensor | QuantizedTensorStorage, out: Tensor) -> Tensor:
-    check(
-        out.shape == q.shape,
-        "dequantize",
-        "out must have the tensor's shape",
-        f"{tuple(out.shape)} for {tuple(q.shape)}",
-        "Resize it",
-    )
+    rule, got = "out must have the tensor's shape", f"{tuple(out.shape)} for {tuple(q.shape)}"
+    check(out.shape == q.shape, "dequantize", rule, got, "Resize it")
     return out
 
 

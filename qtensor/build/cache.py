@@ -131,11 +131,7 @@ class BuildSpec:
         check(distinct, op, "each unit has its own name", f"units {names}", "Rename one of them")
 
     def find_compiler(self) -> Compiler:
-        """Return the compiler.
-
-        Raises:
-            CompilerNotFound: this machine has none.
-        """
+        """Return the compiler."""
         return self.compiler if isinstance(self.compiler, Compiler) else self.compiler()
 
 
@@ -167,11 +163,7 @@ class Built:
 
 
 def library_path(spec: BuildSpec) -> Path:
-    """Return where the library is or, if it is not built, where a build puts it in the cache.
-
-    Raises:
-        BuildError: a source or header cannot be read.
-    """
+    """Return where the library is or, if it is not built, where a build puts it in the cache."""
     key = source_key(spec)
     built = _find(spec, key)
     if built is not None:
@@ -180,11 +172,7 @@ def library_path(spec: BuildSpec) -> Path:
 
 
 def is_built(spec: BuildSpec) -> bool:
-    """Return whether `build` would return at once.
-
-    Raises:
-        BuildError: a source or header cannot be read.
-    """
+    """Return whether `build` would return at once."""
     return _find(spec, source_key(spec)) is not None
 
 
@@ -218,11 +206,7 @@ def clean() -> tuple[Built, ...]:
 
 
 def source_key(spec: BuildSpec) -> str:
-    """Return the digest of the sources, headers and flags of a library and of the kind of machine.
-
-    Raises:
-        BuildError: a source or header cannot be read.
-    """
+    """Return the digest of a library's sources, headers and flags and of the kind of machine."""
     facts = {
         "abi": BUILD_ABI,
         "machine": [sys.platform, platform.machine()],

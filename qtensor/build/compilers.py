@@ -85,9 +85,6 @@ def find_cxx() -> Compiler:
     `$QTENSOR_CXX`, else `$CXX`, else the first of c++, g++ and clang++ on PATH that runs. Both
     variables may contain arguments: `CXX="ccache g++"`. If a variable is set, no other compiler is
     tried.
-
-    Raises:
-        CompilerNotFound: no compiler runs, or the compiler of the variable does not run.
     """
     for variable in _CXX_VARIABLES:
         if value := os.environ.get(variable, "").strip():
@@ -105,14 +102,9 @@ def find_cxx() -> Compiler:
 
 
 def _not_found(got: str) -> NoReturn:
-    fail(
-        "C++ compiler",
-        "a compiler must be on PATH or in QTENSOR_CXX, and answer --version",
-        got,
-        "Install one (Debian, Ubuntu: apt install g++; conda: conda install gxx), or set "
-        "QTENSOR_CXX to one",
-        CompilerNotFound,
-    )
+    rule = "a compiler must be on PATH or in QTENSOR_CXX, and answer --version"
+    fix = "Install one (Debian, Ubuntu: apt install g++; conda: conda install gxx), or set "
+    fail("C++ compiler", rule, got, f"{fix}QTENSOR_CXX to one", CompilerNotFound)
 
 
 def _words(value: str) -> tuple[str, ...]:
@@ -218,9 +210,6 @@ def run_all(op: str, commands: Sequence[Command], jobs: int, folder: Path) -> No
     """Run the commands, `jobs` at a time, and stop all of them at the first failure or interrupt.
 
     Logs and temporary files lie in ``folder``, which the caller removes.
-
-    Raises:
-        BuildError: a command does not start, fails, hangs or does not write its file.
     """
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:

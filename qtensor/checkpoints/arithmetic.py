@@ -43,9 +43,8 @@ def _e2m1_pairs(high_first: bool) -> Tensor:
 def fp6(codes: Tensor, exponent_bits: int) -> Tensor:
     """Return float32 values (..., K) of packed FP6 codes, uint8 (..., 3K / 4).
 
-    Args:
-        codes: four codes in three bytes; code i is in bits 6i to 6i + 5 of the little-endian word.
-        exponent_bits: 2 for e2m3, 3 for e3m2.
+    Of four codes in three bytes, code i is in bits 6i to 6i + 5 of the little-endian word.
+    ``exponent_bits`` are 2 for e2m3, 3 for e3m2.
     """
     parts = codes.unflatten(-1, (-1, 3)).int()
     word = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16

@@ -368,9 +368,6 @@ def open_with_factors(path: Path, layout: str | None = None) -> Checkpoint:
 
     Layouts differ from ``open_checkpoint`` where they store a factor that their own loader applies
     to the product, as GGUF does: here it is part of the weight.
-
-    Raises:
-        CheckpointError: the checkpoint is not sound, or its layout is not read.
     """
     checkpoint = open_checkpoint(path, layout)
     options = checkpoint.reader.conversion_options

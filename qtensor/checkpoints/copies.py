@@ -27,12 +27,9 @@ class Forms:
     def restored(
         self, stored: Mapping[str, Tensor], source: Mapping[str, TensorInfo]
     ) -> dict[str, Tensor]:
-        """Return the stored tensors of a weight in the forms of the source.
+        """Return the stored tensors of a weight, as the writer makes them, in the source's forms.
 
-        Args:
-            stored: as the writer makes them. Tensors on the meta device are quantized anew: they
-                keep their form.
-            source: the tensors of the source by name.
+        Tensors on the meta device are quantized anew: they keep their form.
         """
         found = {}
         for name, tensor in stored.items():

@@ -241,6 +241,13 @@ class Layout(abc.ABC):
             fix = "Check the config against the file, or export the checkpoint again"
             self.refuse(info.name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
 
+    def pair(self, sizes: Any, rule: str) -> tuple[int, int]:
+        """Return rows and columns of a block that the config gives, or refuse it by ``rule``."""
+        ok = isinstance(sizes, list) and len(sizes) == 2
+        if not ok or any(type(n) is not int or not 0 < n < 2**31 for n in sizes):
+            self.refuse("", rule, repr(sizes), "Check config.json")
+        return sizes[0], sizes[1]
+
     def tensor_factor(self, group: Group, stored: Loaded, rule: str, fix: str) -> Tensor:
         """Return the tensor with the role "factor" after checking its values.
 

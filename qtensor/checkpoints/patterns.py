@@ -36,9 +36,6 @@ class Pattern:
         """Read an expression.
 
         ``place`` is for errors.
-
-        Raises:
-            CheckpointError: it is not sound, too long, or repeats a group.
         """
         self._text, self._place, self._seconds = text, place, MAX_SECONDS
         try:

@@ -333,11 +333,7 @@ def _specs(shards: Iterable[Shard]) -> Iterator[TensorSpec]:
 
 
 def write_json(path: str, value: Mapping[str, Any]) -> None:
-    """Write a JSON file under a temporary name, sync and rename it.
-
-    Raises:
-        CheckpointError: a value is not JSON, the disk is full, or the folder is not writable.
-    """
+    """Write a JSON file under a temporary name, sync and rename it."""
     write_bytes(path, _json_text(path, value))
 
 

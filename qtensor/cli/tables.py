@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from qtensor.checkpoints import Comparison, ConversionReport, Summary, TensorSummary
 from qtensor.checkpoints import Progress as State
-from qtensor.checkpoints.inspection.compare import DIFFERENT, difference_words
+from qtensor.checkpoints.conversion.conversion_report import error_words
+from qtensor.checkpoints.inspection.compare import DIFFERENT
 from qtensor.cli.console import make_console, make_table
 from qtensor.cli.errors import in_options
 
@@ -121,10 +122,9 @@ def _report(report: ConversionReport, every: bool) -> None:
     if shown:
         table = make_table("name", "action", "before", "after", ">SQNR dB", ">max error")
         for tensor in shown:
-            sqnr = "" if tensor.sqnr_db is None else f"{tensor.sqnr_db:.2f}"
-            error = "" if tensor.max_abs_error is None else f"{tensor.max_abs_error:.3g}"
-            words = (tensor.action, tensor.before, tensor.after)
-            table.add_row(escape(tensor.name), *map(escape, words), sqnr, error)
+            words = (tensor.name, tensor.action, tensor.before, tensor.after)
+            errors = error_words(tensor.sqnr_db, tensor.max_abs_error)
+            table.add_row(*map(escape, words), *errors)
         console.print(table)
     _listed(console, "not carried", list(report.not_carried.items()), every)
     for note in report.notes:
@@ -148,7 +148,7 @@ def _comparison(comparison: Comparison, every: bool) -> None:
         table = make_table("name", "result", "a", "b", ">SQNR dB", ">max error")
         for t in shown if every else shown[:FEW]:
             style = "yellow" if t.result == DIFFERENT else None
-            words = (t.name, t.result, t.a, t.b, *difference_words(t))
+            words = (t.name, t.result, t.a, t.b, *error_words(t.sqnr_db, t.max_abs_error))
             table.add_row(*map(escape, words), style=style)
         console.print(table)
         if len(shown) > FEW and not every:

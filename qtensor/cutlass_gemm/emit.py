@@ -103,11 +103,7 @@ def _digest(*texts: bytes) -> str:
 
 
 def emit(spec: KernelSpec) -> str:
-    """Return the C++ source of a kernel: its types from CUTLASS's emitter, then our driver.
-
-    Raises:
-        BuildError: CUTLASS is missing.
-    """
+    """Return the C++ source of a kernel: its types from CUTLASS's emitter, then our driver."""
     operation = _operation(spec)
     emitter = cutlass().gemm_operation.EmitGemmUniversal3xInstance()
     # CUTLASS's emitter only writes linear combinations, but takes the epilogue's name from here.

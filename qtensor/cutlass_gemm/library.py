@@ -36,11 +36,7 @@ def library_name(spec: KernelSpec) -> str:
 
 
 def build_spec(spec: KernelSpec, folder: Path) -> BuildSpec:
-    """Return the build of a kernel, and write its source into ``folder``.
-
-    Raises:
-        BuildError: CUTLASS is missing, or no nvcc compiles for the architecture.
-    """
+    """Return the build of a kernel, and write its source into ``folder``."""
     nvcc = find_nvcc(spec.arch)
     source = folder / f"{spec.name}.cu"
     source.write_text(emit.emit(spec))
@@ -80,11 +76,7 @@ def include_folders() -> tuple[Path, ...]:
 
 
 def build(spec: KernelSpec, *, notice: Callable[[str], None] | None = None) -> Path:
-    """Return the path of a kernel's library, and compile it if the cache has none.
-
-    Raises:
-        BuildError: CUTLASS or nvcc is missing, or the compilation fails.
-    """
+    """Return the path of a kernel's library, and compile it if the cache has none."""
     with tempfile.TemporaryDirectory(prefix="qtensor-gemm-") as folder:
         path = cache.build(build_spec(spec, Path(folder)), notice=notice)
     refresh()
@@ -143,15 +135,11 @@ def clean(specs: Sequence[KernelSpec]) -> tuple[Built, ...]:
     Processes that have loaded a library can go on using it.
     """
     names = tuple(f"{spec.name}_" for spec in specs)
-    doomed = [entry for entry in list_built() if _without_digest(entry.name) in names]
+    doomed = [entry for entry in list_built() if entry.name[:-8] in names]  # without the digest
     for entry in doomed:
         shutil.rmtree(entry.path.parent, ignore_errors=True)
     refresh()
     return tuple(entry for entry in doomed if not entry.path.exists())
-
-
-def _without_digest(name: str) -> str:
-    return name[:-8]
 
 
 def built_specs() -> dict[str, Path]:

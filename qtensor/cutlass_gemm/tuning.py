@@ -125,11 +125,9 @@ def _blocks(
 
 
 def select(arch: str | None = None, recipe: str | None = None) -> tuple[KernelSpec, ...]:
-    """Return the kernels of an architecture and a recipe; None stands for all.
+    """Return the kernels of an architecture and one of ``RECIPES``; None stands for all.
 
-    Args:
-        arch: for example "sm_90a"; "90a" and "90" mean the same.
-        recipe: one of ``RECIPES``.
+    "sm_90a", "90a" and "90" name the same architecture.
     """
     if arch is not None:
         arch = f"sm_{arch.removeprefix('sm_').removesuffix('a')}a"

@@ -162,11 +162,8 @@ def kl_divergences(reference: Tensor, output: Tensor) -> Tensor:
 def compare_chunk(x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> ChunkErrors:
     """Return the errors of a chunk of rows without reading any of them on the host.
 
-    Args:
-        x: original values, (rows, K), at least one.
-        decoded: dequantized values, (rows, K) float32.
-        factor: decode factor of each element, (rows, K) float32.
-        largest: largest magnitude of the element.
+    ``x`` has the original values, (rows, K), at least one. The ``decoded`` values and the decode
+    ``factor`` of each element are (rows, K) float32. ``largest`` is the element's magnitude.
     """
     finite = x.isfinite() & decoded.isfinite()
     values = torch.where(finite, x, 0).double()

@@ -51,9 +51,6 @@ def set_sites(module: Any, sites: dict[str, LayerSite]) -> Callable[[], None]:
     """Make the layers of a module tell sites of their tensors; return a function that undoes it.
 
     ``sites`` has a site for each weight; the weights of a grouped layer share a state.
-
-    Raises:
-        QTensorError: the module is being recorded already.
     """
     if isinstance(module, GroupedLinear):
         sites = {"weight": joined(sites)}
@@ -70,11 +67,7 @@ def set_sites(module: Any, sites: dict[str, LayerSite]) -> Callable[[], None]:
 
 
 def replace_forward(module: nn.Module, state: Recorded | Counted) -> Callable[[], None]:
-    """Make the forward of a module call a recorder, and return a function that undoes it.
-
-    Raises:
-        QTensorError: the module is being recorded already.
-    """
+    """Make the forward of a module call a recorder, and return a function that undoes it."""
     own = module.__dict__
     is_layer = isinstance(state, Recorded)
     attribute = "_recorded" if is_layer else "_counted"

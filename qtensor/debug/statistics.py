@@ -126,9 +126,6 @@ def measure(
         scale: float32 (1,), the encode factor of delayed scaling.
         reference: the high-precision values of a quantized ``x``, of its shape.
         before: the columns of earlier calls.
-
-    Raises:
-        QTensorError: the quantizer refuses the tensor.
     """
     if isinstance(x, QuantizedTensorStorage):
         return _vector(reference, x, before)

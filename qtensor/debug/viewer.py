@@ -57,7 +57,8 @@ class View:
         for i, row in enumerate(self.rows):
             if i == 0 or self._starts_block(row, 0):
                 lines.append("-" * len(lines[1]))
-            shown = [f"{f:.4g}" if self._first_of_block(i, j) else "" for j, f in self._at(i)]
+            factors = enumerate(self.factors[i])
+            shown = [f"{f:.4g}" if self._first_of_block(i, j) else "" for j, f in factors]
             if any(shown):
                 lines.append(self._line("factor", shown, width))
             digits = (self.element.bits + 3) // 4
@@ -72,9 +73,6 @@ class View:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _at(self, i: int) -> list[tuple[int, float]]:
-        return list(enumerate(self.factors[i]))
 
     def _starts_block(self, index: int, axis: int) -> bool:
         """Return whether a row (axis 0) or column (axis 1) is the first of a block."""

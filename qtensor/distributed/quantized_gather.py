@@ -348,14 +348,11 @@ def _check_weight(
         fail(f"{_OP} {name}", rule, kind, fix)
     override = parse_recipe(key).backward_override
     if not quantizer.is_requantization_safe() or override == "high_precision":
-        fail(
-            f"{_OP} {name}",
-            "all ranks must find the codes of the whole weight from their shards, and backward "
-            "must read them",
-            quantizer.canonical if override is None else f"backward_override={override!r}",
-            "Use a recipe with current or block scaling, such as Float8CurrentScaling",
-            UnsupportedError,
-        )
+        rule = "all ranks must find the codes of the whole weight from their shards, and backward "
+        rule += "must read them"
+        got = quantizer.canonical if override is None else f"backward_override={override!r}"
+        fix = "Use a recipe with current or block scaling, such as Float8CurrentScaling"
+        fail(f"{_OP} {name}", rule, got, fix, UnsupportedError)
 
 
 def _check_owners(model: nn.Module, found: list[_Weight]) -> None:

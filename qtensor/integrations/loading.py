@@ -85,11 +85,7 @@ class Reader:
         return stored in self._owner
 
     def read(self, name: str) -> Tensor:
-        """Return a weight: quantized where a format holds it, else its values.
-
-        Raises:
-            CheckpointError: the weight cannot be read.
-        """
+        """Return a weight: quantized where a format holds it, else its values."""
         tensor = self.checkpoint[name]
         dtype = self.dtype or tensor.dtype
         if not isinstance(tensor, QuantizedTensor):

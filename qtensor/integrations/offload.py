@@ -21,9 +21,6 @@ class StoredWeights(Mapping[str, Tensor]):
         """Open the checkpoint in which ``state`` was saved.
 
         Tied tensors are one object in ``state``; the folder holds each once, under its first name.
-
-        Raises:
-            CheckpointError: the checkpoint is not sound.
         """
         first: dict[int, str] = {}
         self._stored = {name: first.setdefault(id(t), name) for name, t in state.items()}

@@ -149,8 +149,6 @@ class GroupedLinear(QuantizedModule):
         for i in range(self.num_gemms):
             self._reset_parameters((f"weight{i}", f"bias{i}"), shape, self._options)
 
-    # ---- the call
-
     def forward(
         self,
         input: Tensor,

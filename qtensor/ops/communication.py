@@ -25,14 +25,10 @@ class _Collective(BasicOperation):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        check(
-            hasattr(group, "group_name") and hasattr(group, "size"),
-            self.label,
-            "it needs a process group that this rank belongs to",
-            repr(group),
-            "Pass a process group, for example torch.distributed.group.WORLD",
-            ArgumentTypeError,
-        )
+        right = hasattr(group, "group_name") and hasattr(group, "size")
+        rule = "it needs a process group that this rank belongs to"
+        fix = "Pass a process group, for example torch.distributed.group.WORLD"
+        check(right, self.label, rule, repr(group), fix, ArgumentTypeError)
         self.parallel = Parallel(group.group_name, group.size(), "row", True)
 
     def collect(self, x: Tensor) -> Tensor:

@@ -237,9 +237,6 @@ def explain(sequence: nn.Sequential, *inputs: Tensor) -> SequenceExplanation:
     """Return how ``sequence`` would run now, without computing anything or changing state.
 
     ``Sequential.explain`` describes the inputs.
-
-    Raises:
-        QTensorError: for the same reasons as a call.
     """
     used = inputs or (_example_input(sequence).requires_grad_(),)
     log = _Log()

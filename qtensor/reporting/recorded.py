@@ -58,8 +58,7 @@ class Recorded:
 def recorded(log: Log | Iterable[Record] | str | os.PathLike[str]) -> tuple[Recorded, ...]:
     """Return the layers and roles of a recording, in the order of their first records.
 
-    Args:
-        log: a ``Log``, its records, or the path of a file that ``record(jsonl=...)`` wrote.
+    It is a ``Log``, its records, or the path of a file that ``record(jsonl=...)`` wrote.
     """
     if isinstance(log, str | os.PathLike):
         records: Iterable[Record] = _lines(os.fspath(log))

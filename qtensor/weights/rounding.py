@@ -229,13 +229,10 @@ def by_scales(weight: Tensor, quantizer: Quantizer, rounding: Rounding) -> Tenso
 
 
 def rounded(grid: Grid, rounding: Rounding, known: Tensor | None) -> Rounded:
-    """Return the codes and factors of a weight.
+    """Return the codes and factors of a weight (M, K).
 
-    Args:
-        grid: of the weight (M, K).
-        rounding: how to choose.
-        known: of the inputs: for ``compensate`` the mean of ``x x^T``, float64 (K, K), which is
-            overwritten; otherwise the sums of squares (K,), or None for equal weights.
+    ``known`` is about the inputs: for ``compensate`` the mean of ``x x^T``, float64 (K, K), which
+    is overwritten; otherwise the sums of squares (K,), or None for equal weights.
     """
 
     def choose(x: Tensor, squares: Tensor | None) -> Tensor:

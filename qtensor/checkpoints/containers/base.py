@@ -100,11 +100,7 @@ class Container(Protocol):
 
 
 def checked_shape(shape: object, file: str, tensor: str, layout: str = "") -> tuple[int, ...]:
-    """Return a shape from a file as a tuple.
-
-    Raises:
-        CheckpointError: it is not a list of integers from 0 to 2^63 - 1, or has too many elements.
-    """
+    """Return a shape from a file as a tuple."""
     if type(shape) is not list:
         _refuse_shape(shape, Place(file, tensor, layout))
     count = 1

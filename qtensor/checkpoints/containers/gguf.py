@@ -388,10 +388,6 @@ class GGUFFileWriter(SafetensorsWriter):
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
         The alignment is 32, which needs no key-value.
-
-        Raises:
-            CheckpointError: a name occurs twice or has over 63 bytes, a tensor has over 4 dims, or
-                the disk is full.
         """
         self._entries, self._values = entries, key_values
         super().__init__(path, specs)

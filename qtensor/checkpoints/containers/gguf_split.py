@@ -20,11 +20,7 @@ _AGAIN = "Download every part into one folder, or merge them with llama-gguf-spl
 
 
 def open_gguf(file: Path) -> GGUFFile | SplitGGUF:
-    """Return the container of a GGUF file, or of all parts if the file is one of several.
-
-    Raises:
-        CheckpointError: the file is not sound, or a part is missing.
-    """
+    """Return the container of a GGUF file, or of all parts if the file is one of several."""
     part = GGUFFile(file)
     count = _number(part, COUNT)
     if count is None or count == 1:
@@ -54,11 +50,7 @@ class SplitGGUF(SeveralFiles):
     source = "a part"
 
     def __init__(self, part: GGUFFile, count: int) -> None:
-        """Open every one of ``count`` parts; ``part`` is one of them, for its path.
-
-        Raises:
-            CheckpointError: a part is missing, has another number, or a name occurs twice.
-        """
+        """Open every one of ``count`` parts; ``part`` is one of them, for its path."""
         super().__init__()
         self.path, self.folder = part.path, part.folder
         self.headers: tuple[Mapping[str, str], ...] = ()

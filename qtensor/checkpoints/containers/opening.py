@@ -42,11 +42,7 @@ _SUFFIXES = (INDEX_SUFFIX, TORCH_INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", "
 
 
 def open_container(path: Path) -> Container:
-    """Open the container of a path.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is not sound.
-    """
+    """Open the container of a path."""
     if not isinstance(path, (str, os.PathLike)):
         return _open_file(path, str(getattr(path, "name", "an open file")))
     name = os.fspath(path)

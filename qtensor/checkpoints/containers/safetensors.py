@@ -59,9 +59,6 @@ class SafetensorsFile:
         """Open a file.
 
         An open binary file is read from its beginning.
-
-        Raises:
-            CheckpointError: the file cannot be read, or is not a sound safetensors file.
         """
         self.extra: Mapping[str, Any] = {}
         self.folder: str | None = None
@@ -91,11 +88,7 @@ class SafetensorsFile:
         return self._map, self.infos[name]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, which shares the memory of the map unless its bytes are not aligned.
-
-        Raises:
-            CheckpointError: no such tensor, or the file is closed.
-        """
+        """Return a tensor, which shares the memory of the map unless its bytes are not aligned."""
         data, info = self._bytes_of(name)
         dtype = STORED_TYPES[info.dtype].torch_dtype
         shape = torch_shape(info.dtype, info.shape)
@@ -285,10 +278,6 @@ class SafetensorsWriter:
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
         The file holds wide dtypes first; every tensor is then aligned.
-
-        Raises:
-            CheckpointError: a name occurs twice, a dtype has no name in the format, the header is
-                too long, or the disk is full.
         """
         self.path = os.path.abspath(path)
         self._offsets: dict[str, tuple[int, TensorSpec]] = {}
@@ -357,12 +346,8 @@ class SafetensorsWriter:
     def write_part(self, name: str, first: int, part: Tensor) -> None:
         """Write some elements of a tensor; threads may write different parts at once.
 
-        The tensor is complete when parts of its size were written.
-
-        Args:
-            name: name of the tensor.
-            first: index of the first element, in the order of memory.
-            part: the elements, of the dtype of the spec and any shape.
+        ``first`` is the index of the first element in memory; ``part`` has the dtype of the spec
+        and any shape. The tensor is complete when parts of its size were written.
         """
         offset, spec = self._offsets[name]
         data = _raw(part.detach())
@@ -404,11 +389,7 @@ class SafetensorsWriter:
         refuse(Place(self.path), "the file must be writable", error, fix, error)
 
     def close(self) -> None:
-        """Sync the file and give it its final name.
-
-        Raises:
-            CheckpointError: a tensor is missing, or the disk is full.
-        """
+        """Sync the file and give it its final name."""
         self.finish()
         self.publish()
 
@@ -424,11 +405,7 @@ class SafetensorsWriter:
         self._file = -1
 
     def publish(self) -> None:
-        """Rename the finished file to its final name, replacing an older file.
-
-        Raises:
-            CheckpointError: the file cannot be renamed.
-        """
+        """Rename the finished file to its final name, replacing an older file."""
         with self._removing():
             os.replace(self.temporary, self.path)
             sync_folder(os.path.dirname(self.path))

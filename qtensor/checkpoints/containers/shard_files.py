@@ -65,12 +65,7 @@ class ShardedFiles(SeveralFiles):
     def __init__(
         self, index: str | os.PathLike[str], open_file: Callable[[str], Container]
     ) -> None:
-        """Open every shard that the index names.
-
-        Raises:
-            CheckpointError: the index or a shard is not sound, a shard lies outside the folder, a
-                tensor is missing from its shard, or shards are of different kinds.
-        """
+        """Open every shard that the index names."""
         super().__init__()
         self.path = os.fspath(index)
         self.folder: str | None = os.path.dirname(os.path.abspath(self.path))

@@ -151,9 +151,6 @@ class InertUnpickler(pickle._Unpickler):
         """Prepare to read.
 
         For a legacy stream, ``stream`` will hold the bytes of its storages.
-
-        Raises:
-            CheckpointError: there are too many bytes.
         """
         self.place, self.stream = place, stream
         if len(data) > MAX_PICKLE:

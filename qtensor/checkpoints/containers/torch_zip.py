@@ -118,10 +118,6 @@ class StateDict:
         """Walk over a value.
 
         ``entries`` has the entry of each storage by its key; it is empty for legacy streams.
-
-        Raises:
-            CheckpointError: the value is not a dict, a name occurs twice, there are too many
-                values, or a storage has another size than its entry.
         """
         self._path, self._entries = path, entries
         self.infos: dict[str, TensorInfo] = {}
@@ -228,11 +224,7 @@ class TorchZip(SafetensorsFile):
         self.extra = {"records": self._state.records, "strides": self._state.strides}
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, which shares the memory of the map.
-
-        Raises:
-            CheckpointError: no such tensor, or the file is closed.
-        """
+        """Return a tensor, which shares the memory of the map."""
         data, _ = self._bytes_of(name)
         if name in self._state.bytes:
             return _tensor_of_bytes(self._state.bytes[name])
@@ -273,9 +265,6 @@ def pickled_tensors(data: bytes, place: Place) -> dict[str, Tensor]:
     """Return the tensors of a pickle that lies in a tensor, such as an ``_extra_state``.
 
     The pickle may be a legacy stream or a zip; empty bytes hold nothing.
-
-    Raises:
-        CheckpointError: it is damaged, or names anything but tensors; nothing is executed.
     """
     if not data:
         return {}

@@ -68,9 +68,6 @@ def make_plan(checkpoint: Checkpoint, request: Request, writer: Writer, limit: i
     """Return the plan of a conversion. Codes are not read, and factors only where needed.
 
     ``limit`` is the most bytes of a shard, or None for one file.
-
-    Raises:
-        CheckpointError: a weight cannot be carried as asked; the message names it.
     """
     shards, not_carried, size = [PlannedShard([], [])], {}, 0
     for name in checkpoint:

@@ -48,6 +48,13 @@ class TensorResult:
     """Largest absolute error, or None if nothing was rounded."""
 
 
+def error_words(sqnr_db: float | None, max_abs_error: float | None) -> tuple[str, str]:
+    """Return SQNR and largest error as a table shows them; "" for None."""
+    if sqnr_db is None or max_abs_error is None:
+        return "", ""
+    return f"{sqnr_db:.2f}", f"{max_abs_error:.3g}"
+
+
 @dataclass(frozen=True)
 class ConversionReport:
     """Hold the result of a conversion; the repr is a table."""
@@ -98,8 +105,7 @@ class ConversionReport:
                 t.after,
                 "x".join(map(str, t.shape)) or "()",
                 f"{t.nbytes:,}",
-                "" if t.sqnr_db is None else f"{t.sqnr_db:.2f}",
-                "" if t.max_abs_error is None else f"{t.max_abs_error:.3g}",
+                *error_words(t.sqnr_db, t.max_abs_error),
             )
             for t in tensors
         ]

@@ -148,11 +148,7 @@ def our_values(tensor: QuantizedTensor, dtype: torch.dtype) -> Values:
 
 
 def origin_values(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Values:
-    """Return the values of a weight by the arithmetic of the origin.
-
-    Raises:
-        CheckpointError: the weight cannot be decoded.
-    """
+    """Return the values of a weight by the arithmetic of the origin."""
     group, reader = checkpoint.groups[name], checkpoint.reader
     stored = checkpoint.stored(name)
     if reader.decodes_as_ours(group, dtype) and not _has_255(stored):

@@ -42,9 +42,6 @@ class WorkFolder:
         """Take over the finished files of an interrupted call, or begin anew.
 
         ``about`` is what decides the bytes of the result: another value begins anew.
-
-        Raises:
-            CheckpointError: the folder cannot be written.
         """
         self.dst = os.path.abspath(dst)
         parent, name = os.path.split(self.dst)
@@ -114,11 +111,7 @@ class WorkFolder:
         self.discard()
 
     def publish_folder(self) -> None:
-        """Give the work folder the name of the result, in place of an older folder.
-
-        Raises:
-            CheckpointError: the older folder holds files that are none of a checkpoint.
-        """
+        """Give the work folder the name of the result, in place of an older folder."""
         sync_folder(self.folder)
         if os.path.isdir(self.dst) and os.listdir(self.dst):
             check_replaceable(self.dst)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
 from qtensor.checkpoints.containers.base import Path
-from qtensor.checkpoints.conversion.conversion_report import json_number
+from qtensor.checkpoints.conversion.conversion_report import error_words, json_number
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
 from qtensor.checkpoints.inspection.summary import values_of
 from qtensor.checkpoints.modes import in_memory
@@ -74,16 +74,10 @@ class Comparison:
 
     def __repr__(self) -> str:
         rows = [("name", "result", "a", "b", "SQNR dB", "max error")]
-        rows += [(t.name, t.result, t.a, t.b, *difference_words(t)) for t in self.tensors]
+        for t in self.tensors:
+            rows.append((t.name, t.result, t.a, t.b, *error_words(t.sqnr_db, t.max_abs_error)))
         counts = ", ".join(f"{n} {result}" for result, n in self.counts().items())
         return "\n".join([*aligned(rows), counts or "no tensors"])
-
-
-def difference_words(difference: Difference) -> tuple[str, str]:
-    """Return SQNR and largest error as a table shows them."""
-    if difference.sqnr_db is None or difference.max_abs_error is None:
-        return "", ""
-    return f"{difference.sqnr_db:.2f}", f"{difference.max_abs_error:.3g}"
 
 
 @in_memory

@@ -247,12 +247,7 @@ def view_tensor(
     bits: tuple[int, int] | bool = False,
     layout: str | None = None,
 ) -> View:
-    """Return a view of a region of a quantized tensor, as ``qtensor.debug.show`` gives it.
-
-    Raises:
-        CheckpointError: there is no such tensor, or it cannot be read.
-        QTensorError: the tensor is not quantized, or the region is not in it.
-    """
+    """Return a view of a region of a quantized tensor, as ``qtensor.debug.show`` gives it."""
     with _opened(path, name, layout) as checkpoint:
         return show(checkpoint[name], *region, bits)
 
@@ -277,9 +272,6 @@ def values_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> V
 
     With ``dtype`` None they are float32 by our arithmetic where a format of ours holds the weight;
     otherwise they are decoded as the origin does.
-
-    Raises:
-        CheckpointError: the tensor cannot be read.
     """
     group = checkpoint.groups.get(name)
     if group is None:

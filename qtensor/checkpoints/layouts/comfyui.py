@@ -146,8 +146,6 @@ class ComfyUILayout(Layout):
         names = {dtype: name for name, dtype in FP8.items()}
         return {"format": names[weight.dtype]} if weight.dtype in names else None
 
-    # ---- groups
-
     def groups(self) -> Iterable[Group]:
         """Return a group for each described layer; each needs its weight and its factors."""
         described = self._descriptions()
@@ -256,8 +254,6 @@ class ComfyUILayout(Layout):
 
     def _dtype(self) -> torch.dtype:
         return self.source.model_dtype or torch.bfloat16
-
-    # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a layer, without padding if ``shape=`` gave its shape."""

@@ -146,13 +146,14 @@ class CompressedTensorsLayout(Layout):
 
     def _fp8_block(self, strategy: str, weights: Mapping[str, Any]) -> tuple[int, int] | None:
         """Return the block of an FP8 scheme, or None for one factor a tensor or a row."""
+        rule = "block_structure or group_size gives two positive sizes"
         if strategy == "block":
             sizes = weights.get("block_structure")
             if isinstance(sizes, str):  # older versions wrote "128x128"
                 sizes = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in sizes.split("x")]
-            return self._block(sizes)
+            return self.pair(sizes, rule)
         if strategy == "group":
-            return self._block([1, weights.get("group_size")])
+            return self.pair([1, weights.get("group_size")], rule)
         if strategy not in ("tensor", "channel"):
             rule = "the strategies of FP8 weights are tensor, channel, block and group"
             self.refuse("", rule, repr(strategy), "Check config.json")
@@ -167,15 +168,6 @@ class CompressedTensorsLayout(Layout):
             rule = f"the group_size of {name} is {' or '.join(map(str, legal))}"
             self.refuse("", rule, repr(size), "Check config.json, or export it in such groups")
         return size
-
-    def _block(self, sizes: Any) -> tuple[int, int]:
-        ok = isinstance(sizes, list) and len(sizes) == 2
-        if not ok or any(type(n) is not int or not 0 < n < 2**31 for n in sizes):
-            rule = "block_structure or group_size gives two positive sizes"
-            self.refuse("", rule, repr(sizes), "Check config.json")
-        return sizes[0], sizes[1]
-
-    # ---- groups
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each module that has a factor."""
@@ -287,8 +279,6 @@ class CompressedTensorsLayout(Layout):
         if scheme.format == NVFP4 and scheme.size != 16:
             target = DenseOnly(f"NVFP4 in groups of {scheme.size}; ours are groups of 16")
         return Group(name, roles, (rows, cols), torch.bfloat16, target, scheme.format, scheme)
-
-    # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a module."""

@@ -65,7 +65,8 @@ class FineGrainedFP8Layout(Layout):
         super().__init__(source, **options)
         config = source.quantization
         block = config.get("weight_block_size")
-        self.block: Block | None = None if block is None else self._block(block)
+        rule = "weight_block_size is null or two positive sizes"
+        self.block: Block | None = None if block is None else self.pair(block, rule)
         if block is None and source.method == "mxfp8":
             self.block = (1, 32)
         self._told = "weight_block_size" in config or self.block is not None
@@ -77,18 +78,6 @@ class FineGrainedFP8Layout(Layout):
         dtypes = (part.get("expert_dtype") for part in parts if isinstance(part, dict))
         said = {str(dtype) for dtype in dtypes if dtype is not None}
         self._experts = "fp4" if "fp4" in said or not said else min(said)
-
-    def _block(self, block: object) -> Block:
-        if (
-            not isinstance(block, list)
-            or len(block) != 2
-            or any(type(n) is not int or not 0 < n < 2**31 for n in block)
-        ):
-            rule = "weight_block_size is null or two positive sizes"
-            self.refuse("", rule, repr(block), "Check config.json")
-        return block[0], block[1]
-
-    # ---- groups
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each float8 or packed FP4 weight; each needs its factor."""
@@ -175,8 +164,6 @@ class FineGrainedFP8Layout(Layout):
             return DenseOnly(f"{shape[1]} rows of an expert are not whole blocks of {block[0]}")
         pow2 = powers or self.source.quantization.get("scale_fmt") == "ue8m0"
         return Float8BlockQuantizer(block_scaling_dim=_BLOCKS[block], force_pow_2_scales=pow2)
-
-    # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight."""

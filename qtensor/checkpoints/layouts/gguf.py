@@ -122,8 +122,6 @@ class GGUFLayout(Layout):
         self.expect(found[0], legal, ["F32"], f"{group.name} {list(group.shape)}, {NVFP4},")
         return found[0]
 
-    # ---- reading
-
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight, with its nibbles in our order."""
         blocks, quantizer = stored["codes"], group.quantizer

@@ -83,8 +83,6 @@ class MLXLayout(Layout):
             self.refuse(weight, f"the modes that are read are {_READ}", got, _FIX)
         return mode
 
-    # ---- groups
-
     def groups(self) -> Iterable[Group]:
         """Return a group for each module with ``.scales``; a module without them is dense."""
         tensors = self.source.tensors
@@ -119,8 +117,6 @@ class MLXLayout(Layout):
         roles = {"codes": weight, "scale": scale}
         target = api.quantizer(mode.mode)
         return Group(weight.name, roles, shape, dtype, target, f"mlx {mode.mode}", mode)
-
-    # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return the quantized tensor of a module, whose codes are the bytes of the words."""

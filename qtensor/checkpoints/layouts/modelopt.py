@@ -157,8 +157,6 @@ class ModelOptLayout(Layout):
             self.refuse(weight.name, rule, got, "Check the config against the file")
         return found
 
-    # ---- groups
-
     def groups(self) -> Iterable[Group]:
         """Return a group for each weight that has a factor."""
         tensors = self.source.tensors
@@ -271,8 +269,6 @@ class ModelOptLayout(Layout):
             self.expect(pre, [(shape[-1],)], ["F32", "BF16", "F16"], why)
             scheme += ", pre_quant_scale multiplies the activations"
         return target, scheme
-
-    # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight; codes of turned experts are copied."""

@@ -135,8 +135,6 @@ class QuarkLayout(Layout):
             self.refuse(weight.name, rule, got, "Check config.json against the file")
         return found
 
-    # ---- groups
-
     def groups(self) -> Iterable[Group]:
         """Return a group for each module that has a factor."""
         tensors = self.source.tensors
@@ -194,8 +192,6 @@ class QuarkLayout(Layout):
         dtype = self.source.model_dtype or half or torch.bfloat16
         roles = {"codes": weight, "scale": factor}
         return Group(weight.name, roles, (rows, cols), dtype, target, what, scheme)
-
-    # ---- reading
 
     def rows_apart(self, group: Group) -> bool:
         """Return True unless blocks have another height than 1 or 128."""

@@ -174,8 +174,6 @@ class TorchAOLayout(Layout):
                 data.setdefault("dtype", call.args[1])
             yield Weight(name, kind, {k: held[k] for k in self._keys(name, kind, [*held])}, data)
 
-    # ---- groups
-
     def _group(
         self, weight: Weight, shape: tuple[int, ...], target: Target, options: Options
     ) -> Group:
@@ -286,8 +284,6 @@ class TorchAOLayout(Layout):
         if options.transposed:
             size = _flipped(size)
         self.expect(weight.tensors["scale"], [size], dtypes, why)
-
-    # ---- reading
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight."""

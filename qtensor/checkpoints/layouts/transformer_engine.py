@@ -85,7 +85,8 @@ class TransformerEngineLayout(Layout):
         """
         has_extra = any(_is_extra(name) for name in source.tensors)
         if source.kind == "torch":
-            return has_extra or any(_is_ours(call) for call in _records(source).values())
+            calls = _records(source).values()
+            return has_extra or any(call.function.startswith(PACKAGE) for call in calls)
         told = source.quantization or source.files or source.config.get("quantization")
         told = told or any(header.keys() - {"format"} for header in source.headers)
         codes = any(
@@ -198,8 +199,6 @@ class TransformerEngineLayout(Layout):
             self.refuse(name, rule, repr(number)[:60], _AGAIN)
         return _ELEMENTS[number]
 
-    # ---- reading
-
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return the tensor around its buffers."""
         found = dict(stored)
@@ -229,11 +228,7 @@ class TransformerEngineLayout(Layout):
                     continue  # its bytes are kept
 
     def inner(self, name: str) -> Tensor | None:
-        """Return a tensor inside an extra state, ``fc._extra_state.scale_fwd``, or None.
-
-        Raises:
-            CheckpointError: the extra state is damaged, or names anything but tensors.
-        """
+        """Return a tensor inside an extra state, ``fc._extra_state.scale_fwd``, or None."""
         outer, found, key = name.rpartition(f"{EXTRA}.")
         state = f"{outer}{EXTRA}"
         if not found or state not in self.source.tensors:
@@ -255,10 +250,6 @@ def _is_extra(name: str) -> bool:
 
 def _records(source: Source) -> dict[str, Call]:
     return dict(source.extra.get("records", {}))
-
-
-def _is_ours(call: Call) -> bool:
-    return call.function.startswith(PACKAGE)
 
 
 def _form(function: str) -> str | None:
