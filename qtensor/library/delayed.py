@@ -136,15 +136,12 @@ def _begin_alloc(args: DelayedBeginArgs) -> tuple[Tensor, Tensor]:
 
 
 def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
-    if args.report is None:
-        _begin(outputs, args)
-    else:
-        _check_tensors("delayed_begin_", torch.int64, report=(args.report, 2))
-        recall_or_keep(args.report.tolist()[0], *outputs, lambda: _begin(outputs, args))
-
-
-def _begin(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
     """Begin a step if there is a new one, and write its scales and its ticket."""
+    if args.report is not None:
+        _check_tensors("delayed_begin_", torch.int64, report=(args.report, 2))
+        new = args._replace(report=None, kept=False)
+        recall_or_keep(args.report.tolist()[0], *outputs, lambda: DELAYED_BEGIN(*new))
+        return
     advance = args.advance and not in_backward()
     before = args.steps.clone()
     _check_begin(args)
@@ -231,12 +228,7 @@ def _read_alloc(args: DelayedReadArgs) -> tuple[Tensor, Tensor]:
 def _read_fill(outputs: tuple[Tensor, Tensor], args: DelayedReadArgs) -> None:
     _check_tensors("delayed_read", torch.float32, scale=(args.scale, None))
     _check_tensors("delayed_read", torch.int64, steps=(args.steps, 2), report=(args.report, 2))
-
-    def read() -> None:
-        outputs[0].copy_(args.scale)
-        outputs[1].copy_(args.steps)
-
-    recall_or_keep(args.report.tolist()[0], *outputs, read)
+    recall_or_keep(args.report.tolist()[0], *outputs, lambda: (args.scale, args.steps))
 
 
 DELAYED_READ = leaf_op(

@@ -298,22 +298,22 @@ def keep(runs: list[Run], layer: int, factors: Factors, copy: bool = False) -> N
         _NOTES.setdefault(layer, _Notes()).add(factors)
 
 
-def recall_or_keep(layer: int, scales: Tensor, ticket: Tensor, begin: Callable[[], None]) -> None:
-    """Write the factors of a call of compiled code, by ``begin`` if it is a new call.
+def recall_or_keep(
+    layer: int, scales: Tensor, ticket: Tensor, begin: Callable[[], tuple[Tensor, Tensor]]
+) -> None:
+    """Write the factors of a call of compiled code, those of ``begin`` if it is a new call.
 
     Args:
         layer: key of the layer.
-        scales: the first output of ``begin``.
-        ticket: its second output.
-        begin: computes the outputs.
+        scales: is written.
+        ticket: is written.
+        begin: returns new scales and a new ticket.
     """
     runs = active_runs()
     found = recall(runs, layer)
-    if found is None:
-        begin()
-    else:
-        scales.copy_(found.scales)
-        ticket.copy_(found.ticket)
+    factors = Factors(*begin()) if found is None else found
+    scales.copy_(factors.scales)
+    ticket.copy_(factors.ticket)
     keep(runs, layer, Factors(scales, ticket) if found is None else found, copy=found is None)
 
 
