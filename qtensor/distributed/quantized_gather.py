@@ -55,7 +55,8 @@ class _Memory:
         writes: the number of in-place ops on the weights. torch does not count ops on a subclass.
         maxima: those that ``reduce_amaxes`` computed: one value for the whole tensor, or the row
             (K,), for each tensor-wide maximum.
-        valid_for: the writes, the version of the root and the name of the group of the maxima.
+        valid_for: the writes, the version of the root and the ranks of the maxima. DTensor may keep
+            an equal mesh whose groups have other names.
     """
 
     __slots__ = ("maxima", "root", "valid_for", "writes")
@@ -63,7 +64,7 @@ class _Memory:
     def __init__(self, root: Tensor) -> None:
         self.root, self.writes = root, 0
         self.maxima: list[Tensor] = []
-        self.valid_for: tuple[int, int, str] | None = None
+        self.valid_for: tuple[int, int, list[int]] | None = None
 
 
 class MasterWeight(GatheredWeight, torch.Tensor):
@@ -160,8 +161,9 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         layout = values.size(), values.stride(), values.storage_offset()
         return self._memory.root.detach().as_strided(*layout)
 
-    def _now(self, group: str) -> tuple[int, int, str]:
-        return self._memory.writes, self._memory.root._version, group
+    def _now(self, group: dist.ProcessGroup) -> tuple[int, int, list[int]]:
+        ranks = dist.get_process_group_ranks(group)
+        return self._memory.writes, self._memory.root._version, ranks
 
     def _maxima(
         self, values: Tensor, sent: QuantizerLike, group: dist.ProcessGroup
@@ -172,7 +174,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
         if not shared or group.size() == 1:
             return maxima or None
-        if self._memory.valid_for == self._now(group.group_name):
+        if self._memory.valid_for == self._now(group):
             # Rounding is monotonic: the maximum of rounded values is the rounded maximum.
             whole = [a.to(values.dtype).float() for a in self._memory.maxima]
         else:
@@ -403,7 +405,8 @@ def reduce_amaxes(model: nn.Module) -> int:
     Raises:
         QTensorError: a weight is sharded over several dims of its mesh.
     """
-    by_group: dict[str, list[tuple[MasterWeight, list[Tensor]]]] = {}
+    by_ranks: dict[tuple[int, ...], list[tuple[MasterWeight, list[Tensor]]]] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     with torch.no_grad():
         for name, module, parameter in _parameters(model):
             local = local_part(parameter)
@@ -416,15 +419,18 @@ def reduce_amaxes(model: nn.Module) -> int:
                 maxima = AMAX(local._high_precision, sent.canonical)
                 shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
                 group = _shard_group(name, parameter, _split_dims(module))
-                by_group.setdefault(group, []).append((local, shared))
+                ranks = tuple(dist.get_process_group_ranks(group))
+                groups.setdefault(ranks, group)
+                by_ranks.setdefault(ranks, []).append((local, shared))
         count = 0
-        for group, entries in by_group.items():
+        for ranks, entries in by_ranks.items():
             maxima = [a for _, own in entries for a in own]
             count += sum(a.numel() for a in maxima)
-            reduced = iter(max_over_ranks(maxima, group, "reduce_amaxes"))
+            name = groups[ranks].group_name
+            reduced = iter(max_over_ranks(maxima, name, "reduce_amaxes"))
             for local, own in entries:
                 local._memory.maxima = [next(reduced) for _ in own]
-                local._memory.valid_for = local._now(group)
+                local._memory.valid_for = local._now(groups[ranks])
     return count
 
 
@@ -435,7 +441,7 @@ def _parameters(model: nn.Module) -> Iterable[tuple[str, nn.Module, nn.Parameter
         yield name, modules[name.rpartition(".")[0]], parameter
 
 
-def _shard_group(name: str, parameter: DTensor, split_dims: int) -> str:
+def _shard_group(name: str, parameter: DTensor, split_dims: int) -> dist.ProcessGroup:
     """Return the group over which ``fully_shard`` has sharded a weight.
 
     ``split_dims`` is the number of dims of a parallel style, the last ones of the mesh.
@@ -446,5 +452,4 @@ def _shard_group(name: str, parameter: DTensor, split_dims: int) -> str:
         rule = "fully_shard must shard the weight over one dim of its mesh"
         got = part_of(parameter.placements)
         fail(f"reduce_amaxes {name}", rule, got, "Call fully_shard first, on one dim")
-    group: dist.ProcessGroup = group_of_mesh(parameter.device_mesh, dims[0], "reduce_amaxes")
-    return group.group_name
+    return group_of_mesh(parameter.device_mesh, dims[0], "reduce_amaxes")
