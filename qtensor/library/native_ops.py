@@ -196,7 +196,7 @@ def _keeping(handle: Any, body: Callable[..., Any], nothing: Any) -> Callable[..
         try:
             return body(*args)
         except BaseException as error:  # noqa: BLE001 - `_raising` raises it
-            text = f"{type(error).__name__}: {error}"
+            text = ascii(f"{type(error).__name__}: {error}")[1:-1]
             _KEPT.error = error, text
             handle.qtensor_ops_fail(text.encode())
             return nothing

@@ -89,7 +89,9 @@ def guard(arguments: Arguments, shift: int) -> tuple[Arguments, dict[str, list[G
             guarded = Guarded(value, shift)
             guards.setdefault(name, []).append(guarded)
             return guarded.tensor
-        return value.clone() if isinstance(value, Tensor) and not value.is_meta else value
+        with contextlib.suppress(qtensor.UnsupportedError):  # A view that cannot be copied.
+            return value.clone() if isinstance(value, Tensor) and not value.is_meta else value
+        return value
 
     return {name: copy(name, value) for name, value in arguments.items()}, guards
 

@@ -1,7 +1,6 @@
 """Read the weight of a product by rows along the contraction, and decide which products allow it.
 
-The decisions need the description of a product, not its data, so that the programs of small calls
-use them too.
+The decisions need the description of a product, not its data.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ bool Tensor::read(Handle tensor) {
     check(torch.aoti_torch_get_storage_size(tensor, &bytes));
     check(torch.aoti_torch_get_storage_offset(tensor, &first));
     shape = Shape(dims, sizes);
-    memcpy(stride, strides, size_t(dims) * sizeof(i64));
+    std::copy_n(strides, dims, stride);
     look_at_strides();
     i64 end = first + 1;
     for (i64 i = 0; i < dims; i++) {

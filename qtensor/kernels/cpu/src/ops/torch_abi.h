@@ -2,6 +2,7 @@
 // Neither headers nor libraries of torch are needed to compile this folder, and one library serves every
 // version.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string_view>
@@ -81,7 +82,7 @@ struct Shape {
     Shape() = default;
     Shape(i64 rows, i64 cols) : dim(2), size{rows, cols} {}
     static Shape vector(i64 count) { return Shape(1, &count); }
-    Shape(i64 dims, const i64* sizes) : dim(dims) { memcpy(size, sizes, size_t(dims) * sizeof(i64)); }
+    Shape(i64 dims, const i64* sizes) : dim(dims) { std::copy_n(sizes, dims, size); }
     i64 elements() const {
         i64 count = 1;
         for (i64 i = 0; i < dim; i++) count *= size[i];
