@@ -1,6 +1,6 @@
 """What the ops of a linear layer compute, as one string.
 
-The library makes and reads these texts: one string is cheaper to pass to an op than seven arguments.
+The library makes and reads these texts. One string is cheaper to pass than seven arguments.
 """
 
 from __future__ import annotations

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from compile_helpers import Compiled
-from formats import FormatCase, formats
+from formats import DTYPES, FormatCase, formats
+from native_cases import threads
 from torch.nn import functional as F
 
 import qtensor
 from qtensor.core.operand import Operand, plain_operand
+from qtensor.kernels.cpu import native
 from qtensor.kernels.products.problem import Pair
 from qtensor.library import native_ops
 from qtensor.library.define import FILLS
@@ -87,45 +91,24 @@ def test_sizes_that_do_not_meet():
         F.linear(torch.randn(2, K + 1), q)
 
 
-def large(case: FormatCase, **options):
-    """A weight of more elements than the ops decode to floats."""
-    generator = torch.Generator().manual_seed(4)
-    return case.quantize(torch.randn(272, 256, generator=generator), **options)
-
-
 @formats
-@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lead", [(1,), (3,), (2, 1)], ids=str)
-def test_few_rows_do_not_enter_python(case, lead, bias, monkeypatch):
+def test_few_rows_of_a_large_weight(case, monkeypatch):
+    """C++ serves weights for which the kernels use all threads."""
     if native_ops.library() is None:
         pytest.skip(reason="no compiler for the C++ kernels")
-    q, added = large(case), None if bias is None else torch.randn(272, dtype=bias)
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(*lead, 256, dtype=dtype)
+    n, k = native.ONE_THREAD // 256 + 16, 256
+    calls = itertools.cycle(itertools.product(((1,), (3,), (2, 1)), (None, *DTYPES), DTYPES))
+    for options, (lead, bias, dtype) in zip(case.each_option(), calls, strict=False):
+        q, x = case.quantize(torch.randn(n, k), **options), torch.randn(*lead, k, dtype=dtype)
+        added = None if bias is None else torch.randn(n, dtype=bias)
         with torch.inference_mode():
             with native_ops.left_to_python():
                 wanted = F.linear(x, q, added)
-            with monkeypatch.context() as patch:
-                patch.setitem(FILLS, "weight_gemm", lambda *_: pytest.fail("the Python kernel"))
-                same(F.linear(x, q, added), wanted)
-
-
-@formats
-def test_few_rows_of_every_option(case):
-    x = torch.randn(2, 256).bfloat16()
-    for options in case.each_option():
-        q = large(case, **options)
-        with torch.inference_mode(), native_ops.left_to_python():
-            wanted = F.linear(x, q)
-        for threads in (1, 3):
-            before = torch.get_num_threads()
-            torch.set_num_threads(threads)
-            try:
-                with torch.inference_mode():
-                    for _ in range(3):
-                        same(F.linear(x, q), wanted)
-            finally:
-                torch.set_num_threads(before)
+            for count in (1, 3):
+                with threads(count), monkeypatch.context() as patch:
+                    if options.get("axis") != 0:  # of another backend
+                        patch.setitem(FILLS, "weight_gemm", lambda *_: pytest.fail("Python"))
+                    same(F.linear(x, q, added), wanted)
 
 
 def test_compiled_code_calls_the_op(seen):
