@@ -21,7 +21,8 @@ enum Kind { QUANTIZER, TWIN, FORWARD_PLAN, BACKWARD_PLAN, KINDS };
 struct Python {
     const void* (*describe)(i32 kind, const char* text);
     i32 (*choose)(const Problem* problem);
-    i32 (*situation)();
+    i32 (*in_backward)();
+    i32 (*may_run_again)();
 };
 Python python;
 std::atomic<bool> enabled{true};
@@ -78,7 +79,8 @@ i32 choose(const Problem& problem) {
     return choices[problem] = python.choose(&problem);
 }
 
-i32 situation() { return python.situation(); }
+bool in_backward() { return python.in_backward(); }
+bool may_run_again() { return python.may_run_again(); }
 
 namespace {
 
