@@ -50,7 +50,6 @@ _QUANTIZERS: dict[str, CDescription] = {}
 _MADE: dict[tuple[Any, str], Any] = {}
 _CPU = torch.device("cpu")
 _FEW_ROWS, _DECODE = 1, 2
-_IN_BACKWARD, _MAY_RUN_AGAIN = 1, 2
 
 
 # ---- what C++ asks
@@ -173,9 +172,7 @@ def _choice_of(problem: CProblem) -> int:
     return _FEW_ROWS | (_DECODE if others[0].name == "reference" else 0)
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int32)
-def _situation() -> int:
-    return _IN_BACKWARD * in_backward() | _MAY_RUN_AGAIN * may_run_again()
+_in_backward, _may_run_again = map(ctypes.CFUNCTYPE(ctypes.c_int32), (in_backward, may_run_again))
 
 
 # ---- errors of the Python kernels
@@ -288,7 +285,8 @@ def _register() -> None:
         # What autograd does for an op, it has done for the op that was called.
         _PYTHON.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    if handle.qtensor_ops_register(torch_cpu._handle, _addresses((_tell, _choose, _situation))):
+    asked = _addresses((_tell, _choose, _in_backward, _may_run_again))
+    if handle.qtensor_ops_register(torch_cpu._handle, asked):
         return
     for name in names:
         packet = getattr(torch.ops.qtensor, name)

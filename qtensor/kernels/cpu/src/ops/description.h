@@ -68,15 +68,14 @@ struct Problem {
 // Bits of a choice; none: Python computes the product.
 enum Choice { FEW_ROWS = 1, DECODE = 2 };
 
-enum Situation { IN_BACKWARD = 1, HAS_SAVING_HOOKS = 2 };
-
 // Return what Python describes, or null if it describes no such text. The result is never freed.
 const Description* quantizer_of(std::string_view text);
 const Twin* twin_of(const Description& d);
 const ForwardPlan* forward_plan_of(std::string_view text);
 const BackwardPlan* backward_plan_of(std::string_view text);
 i32 choose(const Problem& problem);
-i32 situation();
+bool in_backward();
+bool may_run_again();  // a checkpoint may compute a call of now again, or does so now
 
 // The kernels (c_interface.cpp, finish.cpp), in the order of native_ops.py.
 struct Kernels {

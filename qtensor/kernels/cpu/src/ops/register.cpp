@@ -17,11 +17,12 @@ Kernels kernels;
 namespace {
 
 // Functions of native_ops.py. `describe` returns the address of what a text of a kind means, or null.
-enum Kind { QUANTIZER, TWIN, FORWARD_PLAN, BACKWARD_PLAN, KINDS };
+enum Kind { QUANTIZER, TWIN, FORWARD, BACKWARD, KINDS };
 struct Python {
     const void* (*describe)(i32 kind, const char* text);
     i32 (*choose)(const Problem* problem);
-    i32 (*situation)();
+    i32 (*in_backward)();
+    i32 (*may_run_again)();
 };
 Python python;
 std::atomic<bool> enabled{true};
@@ -33,17 +34,19 @@ struct TextHash {
     using is_transparent = void;
     size_t operator()(std::string_view text) const { return std::hash<std::string_view>{}(text); }
 };
+constexpr size_t MOST_TEXTS = 16384;
 using Known = std::unordered_map<std::string, const void*, TextHash, std::equal_to<>>;
 thread_local Known known[KINDS];
 
-const void* meaning(Kind kind, std::string_view text) {
+template <class T>
+const T* meaning(Kind kind, std::string_view text) {
     const auto entry = known[kind].find(text);
-    if (entry != known[kind].end()) return entry->second;
+    if (entry != known[kind].end()) return (const T*)entry->second;
+    if (known[kind].size() >= MOST_TEXTS) known[kind].clear();
     const std::string copy(text);
     const bool is_c_string = copy.find('\0') == std::string::npos;
     const void* found = is_c_string ? python.describe(kind, copy.c_str()) : nullptr;
-    known[kind].emplace(copy, found);
-    return found;
+    return (const T*)known[kind].emplace(copy, found).first->second;
 }
 
 struct ProblemHash {
@@ -60,16 +63,10 @@ thread_local std::string failure;
 
 }  // namespace
 
-const Description* quantizer_of(std::string_view text) {
-    return (const Description*)meaning(QUANTIZER, text);
-}
-const Twin* twin_of(const Description& d) { return (const Twin*)meaning(TWIN, d.text); }
-const ForwardPlan* forward_plan_of(std::string_view text) {
-    return (const ForwardPlan*)meaning(FORWARD_PLAN, text);
-}
-const BackwardPlan* backward_plan_of(std::string_view text) {
-    return (const BackwardPlan*)meaning(BACKWARD_PLAN, text);
-}
+const Description* quantizer_of(std::string_view text) { return meaning<Description>(QUANTIZER, text); }
+const Twin* twin_of(const Description& d) { return meaning<Twin>(TWIN, d.text); }
+const ForwardPlan* forward_plan_of(std::string_view text) { return meaning<ForwardPlan>(FORWARD, text); }
+const BackwardPlan* backward_plan_of(std::string_view text) { return meaning<BackwardPlan>(BACKWARD, text); }
 
 i32 choose(const Problem& problem) {
     const auto entry = choices.find(problem);
@@ -78,7 +75,8 @@ i32 choose(const Problem& problem) {
     return choices[problem] = python.choose(&problem);
 }
 
-i32 situation() { return python.situation(); }
+bool in_backward() { return python.in_backward(); }
+bool may_run_again() { return python.may_run_again(); }
 
 namespace {
 

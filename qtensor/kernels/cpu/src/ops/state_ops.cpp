@@ -101,13 +101,10 @@ bool delayed_begin(Arguments& call, Tensors& results) {
     }
     if (i64(largest.size()) != columns) return false;
 
-    bool begins = call.flag(ADVANCE) && *(const i64*)step.data != *(const i64*)steps.data;
-    if (begins || call.has(REPORT)) {
-        const i32 now = situation();
-        // A checkpoint that computes the call again gets the results of its first run. Python finds them.
-        if (call.has(REPORT) && (call.flag(KEPT) || now)) return false;
-        begins = begins && !(now & IN_BACKWARD);
-    }
+    // A checkpoint that computes the call again gets the results of its first run. Python finds them.
+    if (call.has(REPORT) && (call.flag(KEPT) || may_run_again())) return false;
+    const bool begins =
+        call.flag(ADVANCE) && *(const i64*)step.data != *(const i64*)steps.data && !in_backward();
     const State state{(float*)scale.writable(),
                       (float*)history.writable(),
                       (i64*)steps.writable(),
@@ -136,7 +133,7 @@ bool record_amax(Arguments& call, Tensors&) {
     const i64 first = call.word(2), count = read_maxima(call, 1, amax);
     if (count < 0 || !call.tensor(0, history) || !history.is(FLOAT32) || history.shape.dim != 2) return false;
     if (history.shape.size[0] < 1 || first < 0 || first > history.shape.size[1] - count) return false;
-    if (situation() & IN_BACKWARD) return true;  // a checkpoint calls the layer again
+    if (in_backward()) return true;  // a checkpoint calls the layer again
     auto* row = (float*)history.writable();
     if (row) fold(row + first, true, amax);
     return row;
@@ -163,7 +160,7 @@ bool advance_step(Arguments& call, Tensors&) {
     if (!call.tensor(0, step) || !step.is_vector(INT64, 1)) return false;
     if (call.has(2) && (!call.tensor(2, counter) || !counter.is_vector(INT64, 1))) return false;
     // A checkpoint calls the layer again during a backward pass.
-    if (call.flag(1) && situation() & IN_BACKWARD) return true;
+    if (call.flag(1) && in_backward()) return true;
     auto* number = (i64*)step.writable();
     auto* shared = call.has(2) ? (i64*)counter.writable() : nullptr;
     if (!number || (call.has(2) && !shared)) return false;

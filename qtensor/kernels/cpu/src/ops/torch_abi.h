@@ -58,17 +58,7 @@ extern Torch torch;
 constexpr uint64_t ABI_VERSION = (2ull << 56) | (11ull << 48);  // of torch 2.11
 
 // The dtypes that the ops know. The first three are those of the kernels (structs.h).
-enum TensorType {
-    FLOAT32 = 0,
-    BFLOAT16,
-    FLOAT16,
-    UINT8,
-    FLOAT8_E4M3,
-    FLOAT8_E5M2,
-    FLOAT8_E8M0,
-    INT64,
-    TYPES
-};
+enum TensorType { FLOAT32, BFLOAT16, FLOAT16, UINT8, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT8_E8M0, INT64, TYPES };
 constexpr i64 OTHER_TYPE = -1;
 constexpr i64 BYTES[TYPES] = {4, 2, 2, 1, 1, 1, 1, 8};
 inline bool is_float(i64 dtype) { return dtype >= FLOAT32 && dtype <= FLOAT16; }
