@@ -31,7 +31,7 @@ CASES = [
     ("nvfp4", {"with_2d_quantization": True, "use_4over6": True, "err_mode": "mse"}),
     ("nvfp4", {"row_scaled": True, "use_4over6": True}),
 ]
-WIDE = pytest.mark.nightly(reason="the compiler takes seconds; another cell has the format or sizes")
+WIDE = pytest.mark.nightly(reason="the compiler takes seconds; another cell is like it")
 each_target = pytest.mark.parametrize("target", triton_compiler.TARGETS)
 IDS = ["-".join([name, *map(str, options.items())]) for name, options in CASES]
 DEFAULT = [{name: options for name, options in reversed(CASES)}[name] for name, _ in CASES]
