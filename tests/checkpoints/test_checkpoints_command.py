@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch_process
 from checkpoint_cases import EXAMPLES, weight
 
 pytest.importorskip("typer", reason="the extra 'cli' is not installed")
@@ -200,9 +201,8 @@ def test_a_path_that_may_not_be_read(tmp_path, monkeypatch):
 
 
 def test_the_package_runs_as_a_module():
-    command = [sys.executable, "-m", "qtensor", "inspect", str(NVFP4), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    code = "import runpy; runpy.run_module('qtensor', run_name='__main__', alter_sys=True)"
+    done = torch_process.run(code, "inspect", str(NVFP4), "--json")
     assert json.loads(done.stdout)["layout"] == "compressed-tensors"
 
 

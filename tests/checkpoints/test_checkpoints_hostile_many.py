@@ -11,46 +11,36 @@ hostile_cases.py lists the kinds of damage, hostile_process.py reads the files. 
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 from hostile_cases import KINDS
-from places import HELPERS, PYTHONPATH
+from places import PYTHONPATH
+from torch_process import TorchProcess
 
 CASES = 10_000
-PROCESSES = 2
 LIMIT = 1500
 """Seconds for all cases of a process; they take about two minutes."""
 MEMORY = 1_200_000_000
 """Most bytes of a process, torch included."""
 
 
-def start(folder, first, last, step, code=None):
+def start(folder, first, last, step, code="import hostile_process; hostile_process.main()"):
     folder.mkdir()
-    script = [str(HELPERS / "hostile_process.py")] if code is None else ["-c", code]
     arguments = [str(folder), *map(str, (first, last, step))]
-    return subprocess.Popen(
-        [sys.executable, *script, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    return TorchProcess(code, *arguments, environment=environment)
 
 
 def result(process):
-    try:
-        out, errors = process.communicate(timeout=LIMIT)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors.decode()[-2000:]
-    return json.loads(out)
+    done = process.finish(LIMIT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
 
 
-def run(folder, count):
+def run(folder, count, processes):
     """Run the first ``count`` cases; return {kind: {outcome: number}} and the failures."""
-    parts = [start(folder / str(i), i, count, PROCESSES) for i in range(PROCESSES)]
+    parts = [start(folder / str(i), i, count, processes) for i in range(processes)]
     kinds, failures = {}, []
     for part in map(result, parts):
         failures += part["failures"]
@@ -64,7 +54,7 @@ def run(folder, count):
 
 def test_hundreds_of_damaged_checkpoints(tmp_path):
     """The first cases of those below: 4 or more of each kind."""
-    kinds, failures = run(tmp_path, 4 * len(KINDS))
+    kinds, failures = run(tmp_path, 4 * len(KINDS), 1)
     assert failures == []
     assert sum(outcomes["refused"] for outcomes in kinds.values()) > 2 * len(KINDS)
 
@@ -72,7 +62,7 @@ def test_hundreds_of_damaged_checkpoints(tmp_path):
 @pytest.mark.nightly(reason="four minutes; the test above runs the first cases")
 @pytest.mark.timeout(2 * LIMIT)
 def test_ten_thousand_damaged_checkpoints(tmp_path):
-    kinds, failures = run(tmp_path, CASES)
+    kinds, failures = run(tmp_path, CASES, 2)
     for kind, outcomes in kinds.items():
         print(f"{kind}: {dict(outcomes)}")
     assert failures == []

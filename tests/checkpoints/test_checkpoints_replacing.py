@@ -2,11 +2,10 @@
 
 import errno
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+import torch_process
 from places import PYTHONPATH
 
 import qtensor
@@ -192,14 +191,8 @@ print(found.count(OLD), found.count(NEW))
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_kill_at_any_step(can_exchange, tmp_path):
     """After each step the old or the new checkpoint is whole, and the next save clears up."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path), str(can_exchange)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = torch_process.run(KILLS, str(tmp_path), str(can_exchange), environment=environment)
     old, new = map(int, done.stdout.split())
     assert old > 10
     assert new > 5

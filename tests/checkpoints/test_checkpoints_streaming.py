@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+import torch_process
 
 from qtensor import checkpoints
 from qtensor.checkpoints import CheckpointError
@@ -108,7 +109,7 @@ def test_a_killed_conversion_goes_on(source, want, tmp_path):
         "                    shard_size=40_000, progress=progress)\n"
     )
     out = tmp_path / "out"
-    done = subprocess.run([sys.executable, "-c", code, source, out], check=False)
+    done = torch_process.run(code, str(source), str(out), check=False)
     assert done.returncode == -signal.SIGKILL
     assert not out.exists()
     assert any(name.endswith(".tmp") for name in os.listdir(tmp_path / WORK))

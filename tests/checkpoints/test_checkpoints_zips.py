@@ -1,16 +1,16 @@
 """Zips of torch.save: damaged ones, and small ones that would take much time or memory."""
 
 import json
+import os
 import random
 import struct
-import subprocess
-import sys
 import zipfile
 
 import pytest
+import torch_process
 from checkpoint_cases import EXAMPLES
 from pickle_cases import refused, tensor_pickle, torch_zip
-from places import HELPERS
+from places import PYTHONPATH
 
 from qtensor import checkpoints
 from qtensor.checkpoints.containers import torch_pickle
@@ -84,17 +84,15 @@ def test_truncated_zips(tmp_path):
 # ---- bombs: bounded time and memory
 
 BOMBS = """
-import io, json, pickle, resource, struct, sys, zipfile
-sys.path.insert(0, {tests!r})
-import torch
+import json, resource, sys
 from qtensor import checkpoints
 from pickle_cases import bombs
 
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 1_000_000_000,) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, (100, 100))
-results = {{}}
-for name, path in bombs({folder!r}):
+results = {}
+for name, path in bombs(sys.argv[1]):
     try:
         checkpoints.load_state_dict(path)
         results[name] = "read"
@@ -106,11 +104,10 @@ print(json.dumps(results))
 
 def test_bombs(tmp_path):
     """Small files cannot take much memory (1 GB for all) or time (100 s of a processor)."""
-    tests = str(HELPERS)
-    code = BOMBS.format(tests=tests, folder=str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    results = json.loads(run.stdout)
+    done = torch_process.run(
+        BOMBS, str(tmp_path), environment={**os.environ, "PYTHONPATH": PYTHONPATH}
+    )
+    results = json.loads(done.stdout)
     read = {name for name, result in results.items() if result == "read"}
     assert read == {"a large memo index", "a large frame", "encoding again"}
     assert all(len(result) < 1500 for result in results.values())

@@ -1,5 +1,5 @@
-"""Eager, aot_eager and inductor give the same bytes: every format, each option, each dtype, all
-usages.
+"""Eager, aot_eager and inductor give the same bytes: every format, each option, each dtype, both
+usages, and each alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from compile_helpers import (
     assert_same,
     backends,
     ordinary,
+    quantizers,
     seeded,
-    usages_of,
 )
 from formats import DTYPES, FORMATS, FormatCase, formats
 from torch import Tensor
@@ -21,14 +21,6 @@ from torch import Tensor
 import qtensor
 
 SEED = torch.tensor([20240607])
-
-
-def quantizers(case: FormatCase) -> list[qtensor.Quantizer]:
-    """Each option on its own, with each combination of usages."""
-    made = []
-    for options in case.each_option():
-        made += usages_of(case, **options)
-    return made
 
 
 def encoded(chosen: list[qtensor.Quantizer], inputs: list[Tensor], state: dict, seed: Tensor):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch_process
 from debug_cases import WIDTH, block, inputs, plain_model, traces, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -148,10 +147,7 @@ def test_nothing_is_imported_until_it_is_used():
         "assert not [m for m in sys.modules if m.startswith('qtensor.debug')]; "
         "assert callable(qtensor.debug.record)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    torch_process.run(script, folder=ROOT)
 
 
 # ---- what is recorded

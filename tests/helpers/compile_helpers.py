@@ -112,12 +112,10 @@ def ordinary(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: i
     return x.to(dtype)
 
 
-def usages_of(case: FormatCase, **options: Any) -> list[qtensor.Quantizer]:
-    """Return the quantizer with each combination of usages."""
-    return [
-        case.quantizer(rowwise=row, columnwise=column, **options)
-        for row, column in ((True, False), (False, True), (True, True))
-    ]
+def quantizers(case: FormatCase) -> list[qtensor.Quantizer]:
+    """Return each option on its own with both usages, and the defaults with one usage as well."""
+    one = [case.quantizer(), case.quantizer(rowwise=False, columnwise=True)]
+    return one + [case.quantizer(columnwise=True, **options) for options in case.each_option()]
 
 
 def seeded(quantizer: qtensor.Quantizer, seed: Tensor) -> dict[str, Tensor]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ import few_rows_oracle as oracle
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_process
 from compile_helpers import Compiled, backends
 from few_rows_cases import quantized, same_bits
 from torch import Tensor
@@ -302,4 +301,4 @@ x, w = torch.randn(2, 3, 64), qtensor.quantize(torch.randn(32, 64), "mxfp4")
 y = torch.nn.functional.linear(x, w)
 assert torch.equal(y, qtensor.gemm(x, w, "TN")), "another product"
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    torch_process.run(program)

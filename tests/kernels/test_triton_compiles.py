@@ -31,7 +31,7 @@ CASES = [
     ("nvfp4", {"with_2d_quantization": True, "use_4over6": True, "err_mode": "mse"}),
     ("nvfp4", {"row_scaled": True, "use_4over6": True}),
 ]
-WIDE = pytest.mark.nightly(reason="the compiler takes seconds; another cell has the format")
+WIDE = pytest.mark.nightly(reason="the compiler takes seconds; another cell is like it")
 each_target = pytest.mark.parametrize("target", triton_compiler.TARGETS)
 IDS = ["-".join([name, *map(str, options.items())]) for name, options in CASES]
 DEFAULT = [{name: options for name, options in reversed(CASES)}[name] for name, _ in CASES]
@@ -59,8 +59,11 @@ def test_a_round_trip_compiles(run, name, options, target):
 @each_target
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("mxfp8", torch.float32), ("fp8", torch.float16), ("nvfp4", torch.float32)],
-    ids=["mxfp8-f32", "fp8-f16", "nvfp4-f32"],
+    [
+        pytest.param("mxfp8", torch.float32, id="mxfp8-f32"),
+        pytest.param("fp8", torch.float16, id="fp8-f16", marks=WIDE),
+        pytest.param("nvfp4", torch.float32, id="nvfp4-f32", marks=WIDE),
+    ],
 )
 def test_other_dtypes_and_ragged_sizes_compile(run, name, dtype, target):
     assert run(triton_compiler.check, name, {}, dtype, (33, 70), target) >= 2

@@ -10,7 +10,7 @@ from typing import Any
 import delayed_cases
 import pytest
 import torch
-from compile_helpers import ordinary, seeded
+from compile_helpers import ordinary, quantizers, seeded
 from formats import BY_NAME, FORMATS, FormatCase
 from linear_cases import (
     linear_backward,
@@ -48,14 +48,6 @@ def buffers_of(
     x = ordinary(shape, seed=seed)
     extra = seeded(q, torch.tensor([3]))
     return [b.clone() for b in q.quantize(x, **case.call(), **extra).buffers()]
-
-
-def quantizers(case: FormatCase) -> Iterator[qtensor.Quantizer]:
-    """Each option on its own, both usages; the defaults with one usage as well."""
-    yield case.quantizer()
-    yield case.quantizer(rowwise=False, columnwise=True)
-    for options in case.each_option():
-        yield case.quantizer(columnwise=True, **options)
 
 
 def live(case: FormatCase, q: qtensor.Quantizer) -> tuple[Tensor | None, Tensor | None]:
