@@ -50,9 +50,9 @@ class GroupedLinear(QuantizedModule):
         in_features: K. Under a recipe, a multiple of 16 (FP8, NVFP4) or 32 (MX).
         out_features: N, with the same rule.
         bias: add a bias (N,) to each group.
-        device, params_dtype, dtype, recipe, name, init_method, quantized_params,
-        fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: for each weight, see
-            ``Linear``.
+        device, params_dtype, dtype, recipe, name, init_method: see ``Linear``.
+        quantized_params, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: for
+            each weight, see ``Linear``.
         return_bias: do not add the biases, and return ``(y, [bias0, ...])``.
         parallel_mode: only None; see Raises.
         tp_group: ignored, for the signature of ``Linear``.

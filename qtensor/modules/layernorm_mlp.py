@@ -59,8 +59,9 @@ class LayerNormMLP(Normed, LinearModule):
             ``sequence_parallel`` it has the rank's own rows.
         return_bias: do not add the bias of fc2, and return it.
         zero_centered_gamma: store the norm's weight minus 1.
-        device, params_dtype, dtype, recipe, init_method, quantized_params,
-        fuse_wgrad_accumulation, delay_wgrad_compute: for both weights, see ``Linear``.
+        device, params_dtype, dtype, recipe, init_method: see ``Linear``.
+        quantized_params, fuse_wgrad_accumulation, delay_wgrad_compute: for both weights, see
+            ``Linear``.
         name: shown in error messages. The roles of recipes have ``name.fc1`` and ``name.fc2``.
         set_parallel_mode: split the out_features of fc1 and the in_features of fc2 over
             ``tp_group``. With a gated activation, each half of fc1 is split.

@@ -141,6 +141,19 @@ def test_a_format_outside_the_list_falls_to_the_reference(
     assert_same_bytes(values, twice.dequantize())
 
 
+def test_a_refused_quantizer_falls_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch, served: list[bool]
+) -> None:
+    """The ops in C++ and the kernels ask one function; nobody has asked for this text yet."""
+    monkeypatch.setattr(structs, "FORMATS", ())
+    codec = qtensor.quantizer("fp8", amax_epsilon=0.1875)
+    assert native.supports(codec, torch.float32) == "fp8 has no native kernel"
+    q = codec.quantize(rand(33, 50))
+    assert served == [False]
+    q.dequantize()
+    assert served == [False, False]
+
+
 def test_nothing_is_written_where_the_reference_has_to() -> None:
     codec = qtensor.quantizer("mxfp8")
     for x in (torch.zeros(0, 32), torch.zeros(3, 0), rand(3, 32).double()):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, buffer_shape, buffer_shapes, rows_cols
-from qtensor.kernels.cpu.structs import FORMATS, CQuantizer, c_quantizer
+from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer, refusal
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Types of tensors whose memory native code may access at once.
@@ -92,7 +92,7 @@ _MAX_LAYOUTS = 4096
 def buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout | None:
     """Return the layout for a quantizer and a shape, or None if the kernels do not serve them.
 
-    They do not serve formats outside `FORMATS` and tensors without elements.
+    They do not serve quantizers that `refusal` refuses, nor tensors without elements.
     """
     key = quantizer.canonical, shape
     try:
@@ -100,7 +100,7 @@ def buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout | None:
     except KeyError:
         if len(_LAYOUTS) >= _MAX_LAYOUTS:
             _LAYOUTS.clear()
-        served = quantizer.format in FORMATS and 0 not in shape
+        served = refusal(quantizer) is None and 0 not in shape
         layout = _new_buffer_layout(quantizer, shape) if served else None
         return _LAYOUTS.setdefault(key, layout)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import torch
 
 from qtensor.core.formats import Slot
 from qtensor.kernels.cpu.buffers import POSITION_OF, is_columnwise, position_of_row_factors
-from qtensor.kernels.cpu.structs import FORMATS, CQuantizer, c_quantizer
+from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer, refusal
 
 DTYPES = (
     torch.float32,
@@ -63,9 +63,9 @@ class CDescription(ctypes.Structure):
 
 
 def describe(quantizer: Any) -> CDescription | None:
-    """Return the description of a quantizer, or None if C++ does not serve its format."""
+    """Return the description of a quantizer, or None if C++ does not serve it."""
     slots = quantizer.slots
-    if quantizer.format not in FORMATS or len(slots) > _MAX_SLOTS:
+    if refusal(quantizer) is not None or len(slots) > _MAX_SLOTS:
         return None
     names = [slot.name for slot in slots]
     directions = [is_columnwise(quantizer, wanted) for wanted in (None, False, True)]

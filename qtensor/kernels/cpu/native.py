@@ -31,7 +31,7 @@ from qtensor.kernels.cpu.buffers import (
     whole_copies,
 )
 from qtensor.kernels.cpu.pages import ask_for_large_pages
-from qtensor.kernels.cpu.structs import ABI, FORMATS, CQuantizer
+from qtensor.kernels.cpu.structs import ABI, CQuantizer, refusal
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS = 64
@@ -156,9 +156,9 @@ WHOLE = Part()
 
 
 def supports(quantizer: Any, dtype: torch.dtype) -> str | None:
-    """Return why the kernels do not serve a format and dtype, or None if they do."""
-    if quantizer.format not in FORMATS:
-        return f"{quantizer.format} has no native kernel"
+    """Return why the kernels do not serve a quantizer and dtype, or None if they do."""
+    if (reason := refusal(quantizer)) is not None:
+        return reason
     if dtype not in DTYPES:
         return f"{dtype} has no native kernel"
     kernels = library()

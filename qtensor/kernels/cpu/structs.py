@@ -102,8 +102,13 @@ class ActivationCall(ctypes.Structure):
     )
 
 
+def refusal(quantizer: Any) -> str | None:
+    """Return why the kernels do not compute what a quantizer says, or None if they do."""
+    return None if quantizer.format in FORMATS else f"{quantizer.format} has no native kernel"
+
+
 def c_quantizer(quantizer: Any) -> CQuantizer:
-    """Return the struct of a quantizer of one of `FORMATS`."""
+    """Return the struct of a quantizer that `refusal` accepts."""
     spec: FormatSpec = quantizer.spec
     options: dict[str, Any] = {
         name: getattr(quantizer, name, None) for name in quantizer.option_names()
