@@ -26,7 +26,7 @@ def show_kernels(console: Console) -> None:
     else:
         console.print("No kernels are built. Run: qtensor kernels build")
     console.print(f"cache: {escape(str(cache_dir()))}", soft_wrap=True)
-    packaged = [isa for isa in sources.ISAS if prebuilt.find(isa)]
+    packaged = [isa for isa in sources.ISAS if prebuilt.find(sources.build_spec(isa))]
     if packaged:
         console.print(f"compiled with the package: {', '.join(packaged)}", soft_wrap=True)
     console.print(f"this CPU has: {', '.join(sources.usable_isas())}", soft_wrap=True)

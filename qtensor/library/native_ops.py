@@ -130,20 +130,32 @@ _KINDS: tuple[Callable[[str], int | None], ...] = (
 """By `enum Kind` of register.cpp."""
 
 
+@contextlib.contextmanager
+def _no_exception() -> Iterator[None]:
+    """Let no exception leave a function that C++ calls: it would read a result that is not set.
+
+    C++ then leaves the call to the Python kernel, which raises what there is to raise.
+    """
+    try:
+        yield
+    except Exception:  # noqa: BLE001
+        pass
+    except BaseException as interrupt:  # noqa: BLE001 - the Python kernel raises it
+        _KEPT.interrupt = interrupt
+
+
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
 def _tell(kind: int, text: bytes) -> int | None:
-    try:
+    with _no_exception():
         return _KINDS[kind](text.decode())
-    except Exception:  # noqa: BLE001 - C++ would read a result that nothing has set
-        return None  # The Python kernel raises what there is to raise.
+    return None
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(CProblem))
 def _choose(problem: Any) -> int:
-    try:
+    with _no_exception():
         return _choice_of(problem.contents)
-    except Exception:  # noqa: BLE001 - as in `_tell`
-        return 0
+    return 0
 
 
 def _text_at(address: int | None) -> str:
@@ -180,10 +192,13 @@ _in_backward, _may_run_again = map(ctypes.CFUNCTYPE(ctypes.c_int32), (in_backwar
 
 class _Kept(threading.local):
     error: tuple[BaseException, str] | None = None
+    interrupt: BaseException | None = None
 
 
 _KEPT = _Kept()
-"""The exception of the Python kernel that this thread ran last, and the text that C++ raises."""
+"""The exception of the Python kernel that this thread ran last, and the text that C++ raises; what
+interrupted a function that C++ called.
+"""
 
 
 def _keeping(handle: Any, body: Callable[..., Any], nothing: Any) -> Callable[..., Any]:
@@ -191,6 +206,9 @@ def _keeping(handle: Any, body: Callable[..., Any], nothing: Any) -> Callable[..
 
     def call(*args: Any) -> Any:
         try:
+            if _KEPT.interrupt is not None:
+                interrupt, _KEPT.interrupt = _KEPT.interrupt, None
+                raise interrupt
             return body(*args)
         except BaseException as error:  # noqa: BLE001 - `_raising` raises it
             text = ascii(f"{type(error).__name__}: {error}")[1:-1]
@@ -235,13 +253,12 @@ def library() -> Any:
         return None
     try:
         # Only a process that computes needs the compiler cache.
-        from qtensor.build.cache import build, is_built  # noqa: PLC0415
-        from qtensor.kernels.cpu.sources import ops_build_spec  # noqa: PLC0415
+        from qtensor.kernels.cpu import prebuilt  # noqa: PLC0415
 
-        spec = ops_build_spec()
-        if not is_built(spec):
+        path = prebuilt.find_ops()
+        if path is None:
             return None
-        handle = ctypes.CDLL(str(build(spec)))
+        handle = ctypes.CDLL(str(path))
         handle.qtensor_ops_register.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         handle.qtensor_ops_register.restype = ctypes.c_char_p
         handle.qtensor_ops_kinds.restype = ctypes.c_char_p

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import qtensor
+from qtensor.build.cache import source_key
 from qtensor.core.errors import BuildError
 from qtensor.kernels.cpu import native, prebuilt, sources
 
@@ -24,7 +25,7 @@ BEST = sources.usable_isas()[0]
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a wheel holds, from the user's cache."""
     folder = tmp_path_factory.mktemp("package") / "prebuilt"
-    assert prebuilt.write(folder, [BEST]) == [folder / f"cpu_{BEST}.so"]
+    assert prebuilt.write(folder, [BEST]) == [folder / f"cpu_{BEST}.so", folder / "ops.so"]
     return folder
 
 
@@ -44,7 +45,7 @@ def package(
 def is_refused() -> bool:
     with pytest.raises(BuildError, match="QTENSOR_CXX"):
         prebuilt.provide(BEST)
-    return prebuilt.find(BEST) is None
+    return prebuilt.find(sources.build_spec(BEST)) is None
 
 
 def test_they_serve_without_a_compiler(package: Path, libraries: Path) -> None:
@@ -52,6 +53,7 @@ def test_they_serve_without_a_compiler(package: Path, libraries: Path) -> None:
     assert path.parent == package
     assert native.Library(str(path)).handle
     assert qtensor.kernels.build() == path
+    assert prebuilt.find_ops() == package / "ops.so"
     assert not libraries.exists()
 
 
@@ -68,8 +70,8 @@ def test_other_flags_are_compiled(package: Path) -> None:
     """
     others = [isa for isa in sources.ISAS if isa != BEST]
     for isa in others:
-        assert prebuilt.fingerprint(isa) != prebuilt.fingerprint(BEST)
-        assert prebuilt.find(isa) is None
+        assert source_key(sources.build_spec(isa)) != source_key(sources.build_spec(BEST))
+        assert prebuilt.find(sources.build_spec(isa)) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"avx512": 1, "avx2": 1, "baseline": 1}'])
@@ -79,14 +81,14 @@ def test_a_damaged_manifest(package: Path, text: str) -> None:
 
 
 def test_a_library_that_is_not_there(package: Path) -> None:
-    assert BEST in json.loads((package / "manifest.json").read_text())
+    assert f"cpu_{BEST}" in json.loads((package / "manifest.json").read_text())
     (package / f"cpu_{BEST}.so").unlink()
     assert is_refused()
 
 
 def test_sources_that_cannot_be_read(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "headers", lambda: (package / "gone.h",))
-    assert prebuilt.find(BEST) is None
+    assert prebuilt.find(sources.build_spec(BEST)) is None
     with pytest.raises(BuildError, match="sources and headers must be readable"):
         prebuilt.provide(BEST)
 

@@ -353,6 +353,15 @@ def test_a_description_that_fails_leaves_the_call_to_python(
     assert_same_buffers(codec, OPS.quantize(x, codec.canonical), by_reference(codec, x))
 
 
+def test_an_interrupt_of_a_description_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(quantizer: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native_ops, "describe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        OPS.quantize(torch.randn(4, 32), "fp8(amax_epsilon=0.28125)")
+
+
 def test_the_letters_of_the_arguments_fit_the_schemas() -> None:
     letters = {"Tensor": "t", "Tensor[]": "l", "Tensor?": "o", "Tensor[]?": "p", "str": "s"}
     letters |= {"SymInt[]": "n", "float[]": "n"}

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from qtensor.build.cache import build, rebuild, source_key
+from qtensor.build.cache import BuildSpec, build, is_built, rebuild, source_key
 from qtensor.core.errors import BuildError
 from qtensor.kernels.cpu import sources
 
@@ -21,39 +21,36 @@ FOLDER = Path(__file__).parent / "prebuilt"
 _MANIFEST = "manifest.json"
 
 
-def fingerprint(isa: str) -> str:
-    """Return the digest of the sources and flags of an instruction set's kernels.
-
-    Raises:
-        BuildError: a source cannot be read.
-    """
-    return source_key(sources.build_spec(isa))
-
-
-def find(isa: str) -> Path | None:
-    """Return the library of the package, or None if it has none for the installed sources."""
+def find(spec: BuildSpec) -> Path | None:
+    """Return a library of the package, or None if it has none for the installed sources."""
     try:
-        fingerprints = json.loads((FOLDER / _MANIFEST).read_text())
-        path = FOLDER / f"cpu_{isa}.so"
-        current = path.is_file() and fingerprints.get(isa) == fingerprint(isa)
+        keys = json.loads((FOLDER / _MANIFEST).read_text())
+        path = FOLDER / f"{spec.name}.so"
+        current = path.is_file() and keys.get(spec.name) == source_key(spec)
     except (OSError, ValueError, AttributeError, BuildError):
         return None
     return path if current else None
 
 
+def find_ops() -> Path | None:
+    """Return the library of C++ ops, or None: it is never built in the middle of a call."""
+    spec = sources.ops_build_spec()
+    return find(spec) or (build(spec) if is_built(spec) else None)
+
+
 def provide(isa: str) -> Path:
-    """Return the library of the package, else that of the cache; build it if neither exists.
+    """Return the kernels of the package, else those of the cache; build them if neither exists.
+
+    The C++ ops, which call the kernels, are built with them.
 
     Raises:
         BuildError: as `qtensor.build.cache.build`.
     """
-    packaged = find(isa)
-    if packaged is not None:
-        return packaged
-    library = build(sources.build_spec(isa))
-    with contextlib.suppress(BuildError):
-        # The C++ kernels of the ops: never built later, in the middle of a call.
-        build(sources.ops_build_spec())
+    kernels, ops = sources.build_spec(isa), sources.ops_build_spec()
+    library = find(kernels) or build(kernels)
+    if find(ops) is None:
+        with contextlib.suppress(BuildError):
+            build(ops)
     return library
 
 
@@ -78,15 +75,16 @@ def write(folder: Path, isas: Iterable[str]) -> list[Path]:
     """Compile the kernels into `folder`, in the form in which `find` expects them in a package.
 
     Returns:
-        One library for each instruction set.
+        One library for each instruction set, and the library of the C++ ops.
 
     Raises:
         BuildError: as `qtensor.build.cache.build`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    libraries = {isa: folder / f"cpu_{isa}.so" for isa in isas}
-    for isa, path in libraries.items():
-        shutil.copyfile(build(sources.build_spec(isa)), path)
-    manifest = json.dumps({isa: fingerprint(isa) for isa in libraries}, indent=1)
+    specs = [*map(sources.build_spec, isas), sources.ops_build_spec()]
+    libraries = [folder / f"{spec.name}.so" for spec in specs]
+    for spec, path in zip(specs, libraries, strict=True):
+        shutil.copyfile(build(spec), path)
+    manifest = json.dumps({spec.name: source_key(spec) for spec in specs}, indent=1)
     (folder / _MANIFEST).write_text(manifest + "\n")
-    return list(libraries.values())
+    return libraries
