@@ -259,7 +259,7 @@ def library() -> Any:
         if path is None:
             return None
         handle = ctypes.CDLL(str(path))
-        handle.qtensor_ops_register.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        handle.qtensor_ops_register.argtypes = (ctypes.c_void_p,) * 3
         handle.qtensor_ops_register.restype = ctypes.c_char_p
         handle.qtensor_ops_kinds.restype = ctypes.c_char_p
     except (QTensorError, OSError, AttributeError):
@@ -303,7 +303,8 @@ def _register() -> None:
         _PYTHON.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     asked = _addresses((_tell, _choose, _in_backward, _may_run_again))
-    if handle.qtensor_ops_register(torch_cpu._handle, asked):
+    find = ctypes.cast(ctypes.CDLL(None).dlsym, ctypes.c_void_p)
+    if handle.qtensor_ops_register(find, torch_cpu._handle, asked):
         return
     for name in names:
         packet = getattr(torch.ops.qtensor, name)

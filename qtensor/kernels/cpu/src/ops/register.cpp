@@ -11,7 +11,7 @@
 
 namespace ops {
 
-const char* find_functions(void* library);
+const char* find_functions(Find find, void* library);
 Kernels kernels;
 
 namespace {
@@ -157,11 +157,11 @@ constexpr Registered ALL[] = {OPS(ENTRY)};
 // Sets the kernels: addresses in the order of `Kernels`.
 EXPORT void qtensor_ops_use(const void* table) { memcpy(&ops::kernels, table, sizeof ops::kernels); }
 
-// Registers the ops. `torch`: handle of libtorch_cpu; `functions`: addresses in the order of `Python`.
-// Returns null, or what went wrong.
-EXPORT const char* qtensor_ops_register(void* torch, const void* functions) {
+// Registers the ops. `find`: dlsym; `torch`: handle of libtorch_cpu; `functions`: addresses in the order of
+// `Python`. Returns null, or what went wrong.
+EXPORT const char* qtensor_ops_register(ops::Find find, void* torch, const void* functions) {
     memcpy(&ops::python, functions, sizeof ops::python);
-    if (const char* missing = ops::find_functions(torch)) return missing;
+    if (const char* missing = ops::find_functions(find, torch)) return missing;
     void* library;
     if (ops::torch.aoti_torch_library_init_impl("qtensor", "CPU", "qtensor", 0, &library)) return "a library";
     for (const ops::Registered& op : ops::ALL)

@@ -1,7 +1,13 @@
 // Reads the arguments of ops and makes their results, by the C functions of torch.
 #include "torch_abi.h"
 
-#include <dlfcn.h>
+#include <new>
+
+// What newer headers of the C++ library call for too large an array. Older libraries lack it, and a wheel has
+// to load with them.
+namespace std {
+void __throw_bad_array_new_length() { throw bad_alloc(); }
+}  // namespace std
 
 namespace ops {
 
@@ -20,8 +26,8 @@ const char* const TYPE_FUNCTIONS[TYPES] = {"aoti_torch_dtype_float32",       "ao
                                            "aoti_torch_dtype_float8_e4m3fn", "aoti_torch_dtype_float8_e5m2",
                                            "torch_dtype_float8_e8m0fnu",     "aoti_torch_dtype_int64"};
 
-bool call(void* library, const char* name, i32& number) {
-    auto* function = (i32 (*)())dlsym(library, name);
+bool call(Find find, void* library, const char* name, i32& number) {
+    auto* function = (i32 (*)())find(library, name);
     if (!function) return false;
     number = function();
     return true;
@@ -37,16 +43,16 @@ void contiguous_strides(const Shape& shape, i64* stride) {
 i64 type_of(i32 code) { return code >= 0 && code < MOST_CODES ? types[code] - 1 : OTHER_TYPE; }
 
 // Finds the functions in libtorch_cpu. Returns the name of one that it lacks, or null.
-const char* find_functions(void* library) {
+const char* find_functions(Find find, void* library) {
 #define FIND(name, result, arguments) \
-    if (!(torch.name = (result(*) arguments)dlsym(library, #name))) return #name;
+    if (!(torch.name = (result(*) arguments)find(library, #name))) return #name;
     TORCH_FUNCTIONS(FIND)
 #undef FIND
-    torch.delete_value = (Error (*)(Value*))dlsym(library, "torch_delete_stable_ivalue");
-    if (!call(library, "aoti_torch_device_type_cpu", cpu)) return "aoti_torch_device_type_cpu";
-    if (!call(library, "aoti_torch_layout_strided", strided)) return "aoti_torch_layout_strided";
+    torch.delete_value = (Error (*)(Value*))find(library, "torch_delete_stable_ivalue");
+    if (!call(find, library, "aoti_torch_device_type_cpu", cpu)) return "aoti_torch_device_type_cpu";
+    if (!call(find, library, "aoti_torch_layout_strided", strided)) return "aoti_torch_layout_strided";
     for (int i = 0; i < TYPES; i++) {
-        if (!call(library, TYPE_FUNCTIONS[i], codes[i])) return TYPE_FUNCTIONS[i];
+        if (!call(find, library, TYPE_FUNCTIONS[i], codes[i])) return TYPE_FUNCTIONS[i];
         if (codes[i] < 0 || codes[i] >= MOST_CODES) return TYPE_FUNCTIONS[i];
         types[codes[i]] = (signed char)(i + 1);
     }

@@ -12,9 +12,10 @@
 
 namespace ops {
 
-using Handle = void*;    // AtenTensorHandle
-using Value = uint64_t;  // StableIValue: an argument or a result of an op
-using Error = int32_t;   // 0 or a failure
+using Handle = void*;                                     // AtenTensorHandle
+using Value = uint64_t;                                   // StableIValue: an argument or a result of an op
+using Error = int32_t;                                    // 0 or a failure
+using Find = void* (*)(void* library, const char* name);  // dlsym, which Python hands over
 using Boxed = void (*)(Value* stack, uint64_t arguments, uint64_t results);
 
 #define TORCH_FUNCTIONS(F)                                                                       \
