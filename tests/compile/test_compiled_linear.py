@@ -1,4 +1,6 @@
-"""Compiled linear layers: what they save for backward, and the bytes of eager code."""
+"""Compiled linear layers: what they save for backward, and the bytes of eager code; a layer of
+torch with a quantized weight, compiled by itself.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 from training import RECIPES, WIDTH, assert_same, build, compiled, region, step, twins
 
+import qtensor
 from tests.layers.test_wgrad_scheduling import SAVED
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -108,3 +112,21 @@ def test_what_needs_no_gradient(frozen):
         results.append([out.detach(), *(g for g in grads if g is not None)])
         assert len(results[-1]) == 3
     assert_same(*results)
+
+
+def test_a_layer_of_torch_compiled_by_itself():
+    """Dynamo skips the code of such a layer, and would compile the frames below it: ours."""
+    torch.manual_seed(4)
+    layer = nn.Linear(64, 32)
+    weight = qtensor.quantize(torch.randn(32, 64), "mxfp8", columnwise=True)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    x = torch.randn(8, 64, requires_grad=True)
+    y = layer(x)
+    (wanted,) = torch.autograd.grad(y.square().sum(), x)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer.compile(backend="aot_eager")
+    compiled = layer(x)
+    assert torch.equal(compiled, y)
+    assert torch.equal(torch.autograd.grad(compiled.square().sum(), x)[0], wanted)
+    assert not torch._dynamo.utils.counters["graph_break"]

@@ -16,6 +16,7 @@ from training import RECIPES, WIDTH, assert_same, build, region, step, twins
 
 import qtensor
 from qtensor import recipes
+from qtensor.core import version
 from qtensor.functional.linear.one_op import LINEAR
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -181,3 +182,11 @@ def test_programs_are_cached_by_what_they_compute(tmp_path):
         assert done.returncode == 0, done.stderr
         hits.append(int(done.stdout))
     assert hits == [0, 0, 1]
+
+
+def test_the_fingerprint_of_cached_programs_covers_all_sources(monkeypatch: pytest.MonkeyPatch):
+    """A change in any package makes another fingerprint, not only one beside ``version.py``."""
+    read: set[Path] = set()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.add(path) or b"")
+    version.fingerprint.__wrapped__()
+    assert read == set(Path(qtensor.__file__).parent.rglob("*.py"))

@@ -1,4 +1,6 @@
-"""Texts that hold values: each reader returns what its writer wrote, or refuses the text."""
+"""Texts that hold values: each reader returns what its writer wrote, or refuses the text. Tables
+and lists as text.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from qtensor.core.encoding import (
     encode_word,
 )
 from qtensor.core.quantizer_registry import parse
+from qtensor.core.texts import aligned, some
 
 WORDS = st.one_of(st.text(), st.text(SPECIAL + " \n\tab0"))
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
@@ -116,3 +119,22 @@ def test_texts_in_saved_files_stay_as_they_are():
     for text, quantizer in texts.items():
         assert sorted(quantizer.canonical) == sorted(text)
         assert parse(text) == quantizer
+
+
+# ---- tables and lists, as messages and reprs show them
+
+
+def test_columns_are_as_wide_as_their_longest_cell() -> None:
+    rows = [("name", "bits"), ("a", "4"), ("longer", "")]
+    assert aligned(rows) == ["name    bits", "a       4", "longer"]
+
+
+def test_numbers_are_aligned_to_the_right() -> None:
+    rows = [("name", "count"), ("a", "7")]
+    assert aligned(rows, numbers_from=1) == ["name  count", "a         7"]
+
+
+def test_a_long_list_is_cut() -> None:
+    assert some("abc", 3) == "a, b, c"
+    assert some("abcd", 3) == "a, b, c, ..."
+    assert some([]) == ""

@@ -45,7 +45,7 @@ SHARED: dict[str, tuple[str, ...]] = {
             "test_modules_compile.py",
             "test_ops_compile.py",
         ),
-        ("case", "recipe", "name", "options"),
+        ("case", "recipe", "name", "options", "forward"),
     ),
     **dict.fromkeys(
         (

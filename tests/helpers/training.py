@@ -70,10 +70,6 @@ def twins(module: str, count: int = 2, **options: Any) -> list[nn.Module]:
     return [build(module, **options) for _ in range(count)]
 
 
-def first_output(out: Any) -> Tensor:
-    return out[0] if isinstance(out, tuple) else out
-
-
 def flat_outputs(out: Any) -> list[Tensor]:
     return list(out) if isinstance(out, tuple) else [out]
 

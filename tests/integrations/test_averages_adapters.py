@@ -1,4 +1,4 @@
-"""Averaged models, adapters of low rank and parametrizations over quantized weights."""
+"""Averaged models, adapters of low rank, parametrizations and offloading over quantized weights."""
 
 from __future__ import annotations
 
@@ -348,3 +348,39 @@ def test_a_graph_or_a_hook_would_be_lost() -> None:
     for tensor in (result, hooked, accumulated):
         with pytest.raises(qtensor.UnsupportedError, match="would lose its graph and its hooks"):
             tensor.data = plain
+
+
+# ---- calls that client libraries make, without these libraries
+
+
+@formats
+def test_offload_a_parameter_and_bring_it_back(case: FormatCase):
+    """Accelerate rebuilds parameters with ``type(old)(new, requires_grad=...)``, also on meta."""
+    layer, x = model_of(case), torch.randn(8, 64)
+    expected, old = layer(x), layer.weight
+    saved = layer.state_dict()["weight"]
+    on_meta = type(old)(old.to("meta"), requires_grad=old.requires_grad).to("meta")
+    layer._parameters["weight"] = on_meta
+    assert on_meta.is_meta
+    assert isinstance(on_meta, nn.Parameter)
+    back = type(on_meta)(saved.to(on_meta.dtype), requires_grad=False).to("cpu")
+    layer._parameters["weight"] = back
+    assert isinstance(back, nn.Parameter)
+    assert not back.requires_grad
+    assert_same_bytes(layer(x), expected)
+
+
+def test_a_plain_tensor_is_not_taken_for_a_quantized_one():
+    """Weights that were offloaded as plain values cannot stand in for codes."""
+    q = qtensor.quantize(torch.randn(32, 64), "mxfp8")
+    with pytest.raises(qtensor.QTensorError, match=r"MXFP8Tensor: .*got Tensor\. Quantize it"):
+        type(q)(q.dequantize(), requires_grad=False)
+
+
+def test_adapters_find_converted_layers():
+    """PEFT finds instances of torch.nn.Linear by class and name, and reads their attributes."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    qtensor.convert_(model, qtensor.recipes.MXFP8BlockScaling())
+    found = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert [type(module) for module in found] == [qtensor.Linear] * 2
+    assert [(m.in_features, m.out_features) for m in found] == [(64, 128), (128, 64)]

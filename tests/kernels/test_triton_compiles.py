@@ -56,7 +56,7 @@ def test_a_round_trip_compiles(run, name, options, target):
     assert run(triton_compiler.check, name, options, torch.bfloat16, (256, 512), target) >= 2
 
 
-@each_target
+@pytest.mark.parametrize("target", [90, pytest.param(100, marks=WIDE)])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -1,5 +1,5 @@
 """Delayed scaling: which factor a step uses, how the history rolls, margins, callables,
-overflow.
+overflow, moves of the module.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import oracle
 import pytest
 import torch
 from formats import assert_same_bytes, dtypes
-from torch import Tensor
+from torch import Tensor, nn
 
 import qtensor
+from qtensor.recipes import DelayedScaling
 
 FLT_MAX = np.finfo(np.float32).max
 
@@ -218,3 +219,53 @@ def test_requantizing_keeps_the_scale() -> None:
 def test_is_not_requantization_safe() -> None:
     safe = {name: qtensor.quantizer(name).is_requantization_safe() for name in qtensor.formats()}
     assert safe == {name: name != "fp8_delayed" for name in safe}
+
+
+# ---- the state when its module moves or changes its dtype
+
+
+def trained(layer: qtensor.Linear) -> qtensor.Linear:
+    for _ in range(2):
+        layer(torch.randn(16, 32)).sum().backward()
+    return layer
+
+
+MOVES = {
+    "bfloat16": lambda layer: layer.bfloat16(),
+    "double": lambda layer: layer.double(),
+    "to_empty": lambda layer: layer.to_empty(device="cpu"),
+    "share_memory": lambda layer: layer.share_memory(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_values_stay(move: Callable[[nn.Module], nn.Module]):
+    """Not rounded to the parameters' dtype, and not left to chance."""
+    layer = trained(qtensor.Linear(32, 16, recipe=DelayedScaling()))
+    state = layer._states["weight"].delayed
+    before = [t.clone() for t in (state.scale, state.history, state.cell)]
+    assert state.history.any()
+    move(layer)
+    for old, new in zip(before, (state.scale, state.history, state.cell), strict=True):
+        assert_same_bytes(new, old)
+
+
+def test_a_layer_that_was_made_without_data():
+    layer = qtensor.Linear(32, 16, recipe=DelayedScaling(), device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    state = layer._states["weight"].delayed
+    assert_same_bytes(state.scale, torch.ones(3))
+    assert not state.history.any()
+    assert not state.cell.any()
+    trained(layer)
+
+
+def test_by_way_of_meta():
+    """The state, which meta could not hold, stays where it was."""
+    layer = trained(qtensor.Linear(32, 16, recipe=DelayedScaling()))
+    state = layer._states["weight"].delayed
+    scale = state.scale.clone()
+    layer.to("meta").to_empty(device="cpu")
+    assert_same_bytes(state.scale, scale)
+    layer.reset_parameters()
+    trained(layer)

@@ -298,7 +298,8 @@ def worker(rank: int, folder: str) -> None:
 def group_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What went wrong in two gloo processes, by name."""
     folder: Path = tmp_path_factory.mktemp("gloo")
-    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=2)
+    # The server of torch_process.py, whose processes have torch.
+    torch.multiprocessing.start_processes(worker, (str(folder),), 2, start_method="forkserver")
     return torch.load(folder / "0.pt") | torch.load(folder / "1.pt")
 
 

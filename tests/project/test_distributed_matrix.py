@@ -1,4 +1,6 @@
-"""The script behind docs/distributed_matrix.md runs cells on two ranks and sees lies."""
+"""The script behind docs/distributed_matrix.md runs cells on two ranks and sees lies; the tables of
+docs/distributed_planning.md are counted, and agree with their formulas.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cells import table
+from distributed_cells import table, traffic
 from ranks import Ranks
 
 import qtensor
@@ -21,6 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))  # the ranks read it when they start
 
 import generate_distributed_matrix as script  # noqa: E402
+import generate_distributed_planning as planning  # noqa: E402
 
 pytestmark = pytest.mark.project
 
@@ -214,3 +217,39 @@ def test_check_compares_and_writes_nothing(monkeypatch: Any, files: Path, capsys
     assert run_main(monkeypatch, "--check") == 1
     assert "docs/RESULTS: out of date" in capsys.readouterr().err
     assert (files / "RESULTS").read_text() == "{}"
+
+
+# ---- docs/distributed_planning.md
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "`mxfp8`, 2-D blocks"])
+def test_gathers_of_two_ranks_are_in_the_page(ranks: Ranks, name: str) -> None:
+    counts = ranks.run(traffic.gather_of_weights, name)
+    assert counts[0] == counts[1]
+    bits = 16 if name == "bfloat16" else traffic.WEIGHTS[name][2]
+    page = planning.DOCUMENT.read_text()
+    assert f"| {name} | {bits:.4g} | {counts[0]:,} |" in page
+
+
+def test_computed_tables_are_in_the_page() -> None:
+    page, shards = planning.DOCUMENT.read_text(), planning.shards()
+    assert planning.fill(page, {"computed": planning.computed(), "shards": shards}) == page
+
+
+@pytest.mark.nightly(reason="counts on two, three and four ranks, half a minute")
+def test_every_count_is_in_the_page() -> None:
+    page = planning.DOCUMENT.read_text()
+    assert planning.fill(page, planning.tables()) == page
+
+
+@pytest.mark.parametrize(("count", "slack"), [(99, 0), (101, 0), (111, 10)])
+def test_a_count_that_differs_from_its_formula_is_an_error(count: int, slack: int) -> None:
+    with pytest.raises(
+        planning.CountError, match=f"on 2 ranks: {count} bytes, the formula gives 100"
+    ):
+        planning.row_of("x", 8, 200, [count, 67, 50], slack)
+
+
+def test_a_page_without_a_marker_is_an_error() -> None:
+    with pytest.raises(planning.CountError, match="no marker for weights"):
+        planning.fill("text", {"weights": []})

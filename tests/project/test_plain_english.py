@@ -60,16 +60,3 @@ def test_docstrings_make_sense_alone() -> None:
         and SUBJECT_MISSING.match(node.value.value.lstrip())
     ]
     assert not lines, "name the subject in the first line:\n" + "\n".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("text", "is_archaic"),
-    [("Mend the shapes", True), ("Pass fp8, say", True), ("Fix the recommended shapes", False)],
-)
-def test_the_patterns(text: str, is_archaic: bool) -> None:
-    assert any(re.search(p, text, re.IGNORECASE) for p in ARCHAIC) == is_archaic
-
-
-def test_the_pattern_of_subjects() -> None:
-    assert SUBJECT_MISSING.match("Of the output.")
-    assert not SUBJECT_MISSING.match("Offset of a factor.")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+import torch_process
 from formats import (
     BY_NAME,
     FormatCase,
@@ -173,7 +173,7 @@ def test_a_queue_to_a_spawned_process() -> None:
     """Every format arrives as it is, in shared memory: a write over there is seen here. One process
     for all.
     """
-    context = mp.get_context("spawn")
+    context = torch_process.SERVER
     inbox, outbox = context.Queue(), context.Queue()
     sent = [case.quantize(rand(8, 64), columnwise=True) for case in BY_NAME.values()]
     sent.append(nn.Parameter(BY_NAME["mxfp8"].quantize(rand(8, 64))))

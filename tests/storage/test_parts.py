@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+import torch_process
 from formats import (
     BY_NAME,
     FORMATS,
@@ -299,11 +299,11 @@ def _write(part: torch.Tensor) -> None:
 
 
 @SHARED
-def test_a_spawned_process_gets_the_part_itself(name: str) -> None:
+def test_another_process_gets_the_part_itself(name: str) -> None:
     """As of a plain part: a write over there reaches the whole here, and nothing outside of it."""
     q = whole(name)
     part, before = q[32:64], q.dequantize()
-    process = mp.get_context("spawn").Process(target=_write, args=(part,))
+    process = torch_process.SERVER.Process(target=_write, args=(part,))
     process.start()
     process.join(120)
     assert process.exitcode == 0
@@ -319,9 +319,9 @@ def _read(turned: torch.Tensor) -> None:
     assert turned._origin.layout == "transposed"
 
 
-def test_a_spawned_process_gets_the_transpose_of_a_stack() -> None:
+def test_another_process_gets_the_transpose_of_a_stack() -> None:
     stack = qtensor.quantize(torch.zeros(2, 32, 64), "mxfp8")
-    process = mp.get_context("spawn").Process(target=_read, args=(stack.mT,))
+    process = torch_process.SERVER.Process(target=_read, args=(stack.mT,))
     stack.fill_(1)
     process.start()
     process.join(120)
