@@ -80,7 +80,7 @@ def render(outcomes: Outcomes) -> str:
         "",
         "- **pass**: every rank has the bytes of one process. Quantized tensors stay quantized.",
         "- **error**: every rank raises a `QTensorError`. The number stands for its text, below.",
-        "- **fail**: another value, another exception, or a rank that waits in vain.",
+        "- **fail**: another value, another exception, or a rank that waits for ever.",
         "",
         "Tensors have 256 x 256 values and both usages. Training means two steps of AdamW on two "
         "layers. Under `aot_eager`, the block (or the call) is compiled. Rows without `aot_eager` "

@@ -111,7 +111,7 @@ class LastRegion:
             none: without any graph it is the region of the last forward.
         is_ambiguous: since the last recomputation, forwards ran under several recipes, so that
             nobody knows which of them is computed again.
-        was_used: a recomputation has read the state; the next forward begins anew.
+        was_used: a recomputation has read the state; the next forward starts again.
         is_new: the next forward must be noted even if its region is the same.
     """
 

@@ -1,4 +1,4 @@
-"""The former home of ``parse``, which files name that older versions have written."""
+"""Provide ``parse`` under the name that files of older versions contain."""
 
 from qtensor.core.quantizer_registry import parse
 

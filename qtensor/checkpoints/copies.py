@@ -29,7 +29,7 @@ class Forms:
     ) -> dict[str, Tensor]:
         """Return the stored tensors of a weight, as the writer makes them, in the source's forms.
 
-        Tensors on the meta device are quantized anew: they keep their form.
+        Tensors on the meta device are quantized again: they keep their form.
         """
         found = {}
         for name, tensor in stored.items():

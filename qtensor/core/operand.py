@@ -1,4 +1,4 @@
-"""``Operand``: a tensor as products take it, for the layers, the ops and the kernels alike."""
+"""``Operand``: how layers, ops and kernels pass a tensor that a product reads."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class Operand(NamedTuple):
         return Operand(buffers, twin.canonical, self.shape[::-1])
 
     def as_rows(self) -> Operand | None:
-        """Return the rows (N, K) of a weight behind ``t()``, of shape (K, N), as views.
+        """Return the rows (N, K) of a transposed weight (K, N), as views.
 
-        Such an operand has columnwise data alone: the rows of the weight, transposed.
+        Such an operand, the result of ``weight.t()``, has columnwise data alone: the rows of the
+        weight, transposed.
 
         Returns:
-            None for any other operand.
+            The operand (N, K), or None for any other operand.
         """
         quantizer = self.quantizer
         if quantizer is None or quantizer.rowwise or len(self.shape) != 2:

@@ -69,7 +69,7 @@ def context_of_backward() -> contextvars.Context | None:
 
 
 def constant_in_graphs(function: Callable[..., Any]) -> Any:
-    """Mark a function whose result Dynamo takes for a constant; it calls it while it traces.
+    """Mark a function whose result is a constant of a graph: Dynamo calls it while tracing.
 
     ``torch.compiler.assume_constant_result`` does the same, and imports Dynamo, which is slow.
     """

@@ -35,8 +35,8 @@ class Layer(NamedTuple):
     module: nn.Module
     weights: tuple[str, ...]
     kind: Kind
-    """"torch" for a module whose forward is replaced, "module" for one of qtensor that tells of its
-    tensors itself, "operation" for one that a fuser runs."""
+    """"torch" for a module whose forward is replaced, "module" for one of qtensor that passes on
+    its tensors itself, "operation" for one that a fuser runs."""
     owner: nn.Module | None = None
     """The module whose fuser runs an operation: a ``Sequential``, or the operation itself."""
     operations: tuple[BasicOperation, ...] = ()

@@ -86,7 +86,7 @@ class RecordedFuser(OperationFuser):
         leaves = next((s for (_, i), s in self.slots.items() if i == step.last), None)
         within = next((s for (i, j), s in self.slots.items() if i <= step.first <= j), None)
         if isinstance(step.op, GroupedLinear):
-            # It tells of its output too: each group is a layer of its own.
+            # It passes on its output too, because each group is a layer of its own.
             return RecordedStep(step.op, None, None, within)
         if isinstance(step.op, BasicLinear):
             return RecordedStep(step.op, None, leaves, within)

@@ -34,8 +34,9 @@ def broadcast_parameters(
         src: the rank, within ``group``, whose bytes all ranks get.
 
     Raises:
-        QTensorError: on every rank, before anything travels, if the ranks have other parameters,
-            shapes, dtypes or quantizers.
+        ArgumentTypeError: ``module`` is not a ``torch.nn.Module``.
+        QTensorError: on every rank, before anything travels, if the ranks have different
+            parameters, shapes, dtypes or quantizers.
     """
     if not isinstance(module, nn.Module):
         rule = "module must be a torch.nn.Module"

@@ -197,7 +197,8 @@ class MasterWeight(GatheredWeight, torch.Tensor):
 
         Raises:
             QTensorError: on every rank, if the shards have different numbers of rows or end inside
-                of a block.
+                a block.
+            UnsupportedError: the weight is not sharded along dim 0.
         """
         with named_in_errors(self._name):
             group = group_of_mesh(mesh, None, _OP)
@@ -248,8 +249,9 @@ def quantized_all_gather(
         The names of the parameters that travel quantized.
 
     Raises:
-        QTensorError: no layer has a recipe that quantizes weights; a weight is sharded already,
-            or shared with another kind of module.
+        ArgumentTypeError: ``model`` is not a ``torch.nn.Module``.
+        QTensorError: no layer has a recipe that quantizes weights; a weight is quantized or sharded
+            already, or shared with another kind of module.
         UnsupportedError: the recipe quantizes weights with delayed scaling or stochastic rounding,
             or its backward reads weights in high precision.
     """
@@ -403,7 +405,8 @@ def reduce_amaxes(model: nn.Module) -> int:
         The number of float32 values that were reduced, over all process groups.
 
     Raises:
-        QTensorError: a weight is sharded over several dims of its mesh.
+        QTensorError: a weight is not sharded, or over several dims of its mesh; or a process group
+            was destroyed.
     """
     by_ranks: dict[tuple[int, ...], list[tuple[MasterWeight, list[Tensor]]]] = {}
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

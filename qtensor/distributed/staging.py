@@ -1,8 +1,8 @@
 """Copy a state dict for ``torch.distributed.checkpoint.async_save``.
 
-torch's own stager reads the address of a tensor to tell memory from wrappers around it. A quantized
-tensor has no address of its own: two weights with one address would look like one weight to other
-libraries. It raises an error there, and this stager copies it instead.
+torch's own stager asks each tensor for the address of its memory. A quantized tensor has several
+buffers and therefore no single address, so asking for it raises an error. The stager of this module
+copies quantized tensors without asking.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Stager:
     """
 
     should_synchronize_after_execute = False
+    """Tells torch that there is nothing to wait for after ``stage``."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a state dict, whose tensors are on the CPU."""
+        """Return a copy of a state dict; its tensors keep shapes and dtypes, and are on the CPU."""
         with torch.no_grad():
             staged: dict[str, Any] = pytree.tree_map(_copied, state_dict)
         return staged

@@ -1,10 +1,11 @@
 """Show the state of delayed scaling to the helpers of ``torch.distributed.checkpoint.state_dict``.
 
-``set_model_state_dict`` and its siblings know the parameters and buffers of a model. They drop
-other entries of a broadcast on all ranks but the first, and give them no prefix of a wrapper such
-as ``DistributedDataParallel``. The state of delayed scaling is no buffer of a layer, because
-``DistributedDataParallel`` would copy rank 0's at each forward. torch has no hook for further
-entries, so importing ``qtensor.distributed`` replaces the function that lists them.
+``set_model_state_dict`` and its siblings know the parameters and buffers of a model. In a
+broadcast, all ranks but the first drop other entries, and other entries do not get the prefix of a
+wrapper such as ``DistributedDataParallel``. The state of delayed scaling is not a buffer of a
+layer, because ``DistributedDataParallel`` would copy the state of rank 0 to all ranks at each
+forward. torch has no hook for further entries, so importing ``qtensor.distributed`` replaces the
+function that lists them.
 """
 
 from __future__ import annotations

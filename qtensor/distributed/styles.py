@@ -139,7 +139,7 @@ class RowwiseParallel(_Style, parallel.RowwiseParallel):
 
     For ``qtensor.Linear`` and ``GroupedLinear``; for ``torch.nn.Linear`` and
     ``torch.nn.Embedding`` it is torch's style of the same name. ``LayerNormLinear`` cannot be split
-    so, because its norm needs whole rows.
+    in this way, because its norm needs whole rows.
 
     Args:
         input_layouts: placement of the input; a plain tensor is read as a rank's part of it.

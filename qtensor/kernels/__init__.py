@@ -17,7 +17,7 @@ def build(isa: str | None = None) -> Path:
 
     Call this when an image is built, or before the first step.
 
-    With kernels that are compiled come the C++ ops that call them.
+    The C++ ops, which call the kernels, are compiled in the same way.
 
     Args:
         isa: "avx512", "avx2" or "baseline"; None is ``QTENSOR_CPU_ISA``, else the best that this

@@ -27,8 +27,8 @@ SCHEMAS: dict[str, str] = {}
 FILLS: dict[str, Callable[..., None]] = {}
 """Op name -> ``fill(outputs, args)``.
 
-A test or a backend may replace an entry; schema and fake stay. C++ serves most calls on a CPU and
-asks no fill (``native_ops.left_to_python``).
+A test or a backend may replace an entry; schema and fake stay. The calls that C++ serves on a CPU
+do not use the fills; inside ``native_ops.left_to_python``, all calls do.
 """
 
 ON_THE_CPU = frozenset({

@@ -1,14 +1,14 @@
 """Serve ops on a CPU in C++, from the first call on (kernels/cpu/src/ops).
 
 Schema, fake and the Python kernel of an op are those of ``leaf_op``. C++ adds a kernel for tensors
-on the CPU, which reaches neither Python nor torch's operators: it checks the arguments, allocates
-the outputs and calls the CPU kernels. It knows of Python what this module tells it, each once:
-what a canonical text means, what a plan of a linear layer means, and who computes a product.
+on the CPU: it checks the arguments, allocates the outputs and calls the CPU kernels, without
+Python. C++ asks this module what a canonical text means, what a plan of a linear layer means, and
+who computes a product. Each thread asks once and remembers the answer.
 
-A call that C++ does not serve, such as one with a user's own format or with wrong arguments, goes
-on to the Python kernel: as the op of the same name in the namespace ``qtensor_python``. A C++
-kernel cannot pass a Python exception on, so that op keeps it, and the op that was called raises it
-again.
+For a call that C++ does not serve, such as one with a user's own format or with wrong arguments,
+it calls the Python kernel, as the op of the same name in the namespace ``qtensor_python``. A C++
+kernel cannot pass on a Python exception. Therefore the Python kernel keeps its exception, and the
+op that was called raises it again.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ _MOST_TEXTS = 16384
 """Texts of a kind that are described; C++ holds their descriptions as long as the process lives."""
 _QUANTIZERS: dict[str, CDescription] = {}
 _MADE: dict[tuple[Any, str], Any] = {}
+"""Twins and plans by the function that makes them and the text."""
 _CPU = torch.device("cpu")
 _FEW_ROWS, _DECODE = 1, 2
 
@@ -127,14 +128,16 @@ _KINDS: tuple[Callable[[str], int | None], ...] = (
     functools.partial(_made, _forward_plan),
     functools.partial(_made, _backward_plan),
 )
-"""By `enum Kind` of register.cpp."""
+"""Functions that return the address of what a text means, in the order of `enum Kind` of
+register.cpp.
+"""
 
 
 @contextlib.contextmanager
 def _no_exception() -> Iterator[None]:
     """Let no exception leave a function that C++ calls: it would read a result that is not set.
 
-    C++ then leaves the call to the Python kernel, which raises what there is to raise.
+    C++ then leaves the call to the Python kernel, which raises the error.
     """
     try:
         yield
@@ -163,7 +166,10 @@ def _text_at(address: int | None) -> str:
 
 
 def _choice_of(problem: CProblem) -> int:
-    """Return who computes a product: bits of the backends, first the preferred one."""
+    """Return the backends with which C++ computes a product, as bits of `enum Choice`.
+
+    If both bits are set, few rows are tried first. 0 leaves the product to Python.
+    """
     # Only a product needs the backends.
     from qtensor.kernels.products import choice  # noqa: PLC0415
 
@@ -191,14 +197,18 @@ _in_backward, _may_run_again = map(ctypes.CFUNCTYPE(ctypes.c_int32), (in_backwar
 
 
 class _Kept(threading.local):
+    """Exceptions of this thread that C++ cannot pass on.
+
+    Attributes:
+        error: the exception of the last Python kernel, and the text that C++ raises for it.
+        interrupt: the exception, such as KeyboardInterrupt, that ended a function that C++ called.
+    """
+
     error: tuple[BaseException, str] | None = None
     interrupt: BaseException | None = None
 
 
 _KEPT = _Kept()
-"""The exception of the Python kernel that this thread ran last, and the text that C++ raises; what
-interrupted a function that C++ called.
-"""
 
 
 def _keeping(handle: Any, body: Callable[..., Any], nothing: Any) -> Callable[..., Any]:
@@ -243,12 +253,15 @@ def _raising(op: Callable[..., Any]) -> Callable[..., Any]:
 
 _PYTHON = torch.library.Library("qtensor_python", "DEF")
 _FUNCTIONS = ("qt_quantize", "qt_dequantize", "qt_linear", "qt_sum_rows", "qt_finish", "qt_widen")
-"""`struct Kernels` of description.h."""
+"""Functions of the kernels that C++ calls, in the order of `struct Kernels` of description.h."""
 
 
 @functools.cache
 def library() -> Any:
-    """Return the C++ library, or None where it is not built."""
+    """Return the C++ library, or None if it is not built, does not load, or runs elsewhere.
+
+    It runs on Linux only.
+    """
     if platform.system() != "Linux":
         return None
     try:
@@ -274,7 +287,7 @@ def _addresses(functions: Iterable[Any]) -> Any:
 
 
 def serve(kernels: native.Library) -> None:
-    """Let C++ serve ops with a library of kernels, from now on."""
+    """Let C++ serve ops with a library of kernels; do nothing if the C++ ops are not built."""
     handle = library()
     if handle is None:
         return
@@ -299,7 +312,7 @@ def _register() -> None:
         failed = results.get(schema.rsplit(" -> ", 1)[1], (nothing, nothing))
         _PYTHON.define(schema)
         _PYTHON.impl(name, _keeping(handle, BODIES[name], failed), "CompositeExplicitAutograd")
-        # What autograd does for an op, it has done for the op that was called.
+        # Autograd has already handled the op that was called.
         _PYTHON.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     asked = _addresses((_tell, _choose, _in_backward, _may_run_again))

@@ -2,9 +2,9 @@
 
 A checkpoint runs a function in the forward pass, and again in the backward pass. By then the state
 of its layers may have moved on: a later step has begun, or the model has another mode. The second
-run must read the factors of the first one, or the gradients are those of another function. So each
-call of a layer that may be computed again is kept (``keep``), and the second run finds it
-(``recall``), by the kind of the checkpoint:
+run must read the factors of the first one, or the gradients are those of another function.
+Therefore ``keep`` stores the factors of each call that may be computed again, and ``recall`` finds
+them in the second run. How it finds them depends on the kind of the checkpoint:
 
 - ``qtensor.checkpoint`` notes the calls of a function on a ``Tape``, and plays the tape back.
 - ``torch.utils.checkpoint`` with ``use_reentrant=False`` hooks the tensors that autograd saves. The
@@ -62,7 +62,7 @@ class Tape:
         self.places: dict[int, int] = {}
 
     def rewind(self, rerun: object) -> None:
-        """Begin anew, unless ``rerun`` is the run that plays the tape back already."""
+        """Go back to the first call, unless ``rerun`` is the run that plays the tape already."""
         if rerun is not self.rerun:
             self.rerun, self.places = rerun, {}
 
@@ -168,7 +168,7 @@ def _run_of(pack: FunctionType) -> Run | None:
 
 
 def may_run_again() -> bool:
-    """Return whether a checkpoint may compute a call of now again, or does so now."""
+    """Return whether a checkpoint may compute the current call again, or is doing so."""
     return in_backward() or is_running() or _top_hooks(True) is not None
 
 

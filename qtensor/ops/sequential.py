@@ -112,7 +112,7 @@ class Sequential(nn.Sequential):
     def replace_groups(self, replace: Callable[[Group], Group]) -> Callable[[], None]:
         """Run ``replace(group)`` in place of each of ``groups``; return a function that undoes it.
 
-        A change of the sequence makes its groups anew.
+        If the sequence changes, its groups are made again.
         """
         own = self.__dict__
         before = own["_groups"], own["_only"]

@@ -1,7 +1,7 @@
 """Quantize a tensor: check the arguments, find seed and maxima, run the op, wrap its buffers.
 
-``quantize_call`` runs a call from end to end; the functions below it are in the order in which it
-reaches them. They serve eager, compiled and fake calls alike. A compiled call has
+``quantize_call`` runs a call without ``out=`` from end to end; its helpers follow in the order of a
+call. Eager, compiled and fake calls run the same functions. A compiled call has
 ``QuantizerConstants`` in place of the quantizer.
 """
 

@@ -179,6 +179,10 @@ class QuantizedTensorStorage:
             src: float32, bfloat16 or float16, of the logical shape.
             noop_flag: as in ``Quantizer.update_quantized``.
             **call: other arguments of ``Quantizer.update_quantized``.
+
+        Raises:
+            QTensorError: the shapes differ, this object is a part of a tensor, or an argument does
+                not apply.
         """
         self._quantizer.update_quantized(src, self, noop_flag=noop_flag, **call)
         return self

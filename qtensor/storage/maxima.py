@@ -15,7 +15,7 @@ from qtensor.storage.process_groups import max_over
 
 
 def max_over_ranks(maxima: Sequence[Tensor], group: str, op: str) -> list[Tensor]:
-    """Return each of some tensors as its maximum over the ranks of a group, by one collective.
+    """Return the maximum of each tensor over the ranks of a group, by one collective.
 
     Args:
         maxima: at least one tensor; float32, of any shapes, which are the same on all ranks.
@@ -51,7 +51,7 @@ def is_shared_by_rows(canonical: str) -> tuple[bool, ...]:
 def maxima_of_whole(
     quantizer: QuantizerLike, part: Tensor, splits: Sequence[Split], op: str
 ) -> list[Tensor] | None:
-    """Return the maxima that a rank's part has in the whole; all ranks call this at one time.
+    """Return the maxima that decide the factors of a rank's part; every rank must call this.
 
     Args:
         quantizer: of the whole tensor.

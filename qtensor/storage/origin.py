@@ -1,8 +1,8 @@
 """The origin of a quantized tensor: how its bytes relate to those of other tensors and ranks.
 
 Each function that makes a tensor out of another one (``rebuild.py``) asks for the origin of the
-result. There are three: ``FRESH`` for memory of its own, the origin of the source for an alias, and
-what ``rebuild.part`` derives for a part. So no op can forget what a later write has to know.
+result: ``FRESH`` for memory of its own, the origin of the source for an alias, and what
+``rebuild.part`` derives for a part. An op therefore cannot lose what a later write needs to know.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Split(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """A tensor that ends with padding along a dim, of which another one is the part before it.
+    """A tensor that ends with padding along a dim, for the part of it before the padding.
 
     Attributes:
         whole: the tensor with the padding.
@@ -55,11 +55,11 @@ class Origin(NamedTuple):
         shared: names of buffers that also serve values outside this tensor. A write leaves them
             unchanged, except factors of 0, with which every value is 0.
         is_copy: the tensor is a copy where torch has a view, so a write would not reach the whole.
-        lacks_usage: another tensor has these bytes in a direction that this one has not, so a write
-            would not reach it (``usages.py``).
+        lacks_usage: another tensor holds these values in a direction that this one does not hold,
+            so a write would not reach it (``usages.py``).
         strides: the strides of the same view of a plain tensor, if that is not in row-major order;
             ``TURNED`` for the transpose of a row-major matrix, () where they are unknown. torch
-            itself sees row-major order always.
+            itself always sees row-major order.
         layout: how a tensor without buffers shows its parts (``lazy_view.py``); "" with buffers.
         may_be_padded: the tensor may end with padding, which a collective or ``new_zeros`` left.
         split: how ranks split the tensor of which this is a rank's shard; None if unknown.
@@ -82,7 +82,7 @@ class Origin(NamedTuple):
     def suffix(self) -> str:
         """Return what a flatten context holds of the origin, as the tail of a scale layout.
 
-        It is what a write in a compiled graph has to know.
+        The tail holds what a write in a compiled graph needs to know.
         """
         words = [f"shared={name}" for name in self.shared]
         words += [name for name in _FLAGS if getattr(self, name)]
@@ -120,7 +120,7 @@ FRESH = Origin()
 
 
 def of_copy(origin: Origin) -> Origin:
-    """Return the origin of a copy of a tensor: collectives and ``fully_shard`` go on with it."""
+    """Return the origin of a copy, which keeps what collectives and ``fully_shard`` need."""
     if origin.may_be_padded or origin.shard_of is not None:
         return Origin(may_be_padded=origin.may_be_padded, shard_of=origin.shard_of)
     return FRESH

@@ -29,7 +29,7 @@ torch reserves it for a library that is no longer developed, and gives it no mea
 
 
 def _own_key() -> Any:
-    """Return the set of this key; None for a torch without it, which then repeats some weights."""
+    """Return a set with this key; None if torch lacks it, and then repeats some weights."""
     try:
         return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(WHOLE_PRODUCTS))
     except (AttributeError, RuntimeError):
@@ -120,7 +120,7 @@ def of_parts(
 
 
 FROM_PARTS: dict[str, Callable[[Sequence[QuantizedTensor]], QuantizedTensor]] = {}
-"""By layout: what makes a tensor of parts that come out of a compiled graph with their bytes."""
+"""Functions by layout: each makes a tensor of parts that a compiled graph returns."""
 
 
 def set_parts(t: QuantizedTensor, parts: Sequence[QuantizedTensor]) -> None:

@@ -247,7 +247,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     def buffers(self) -> list[Tensor]:
         """Return the inner buffers that exist, in slot order.
 
-        A view without buffers, such as ``stack.mT``, returns copies of its bytes of this moment.
+        A view without buffers, such as ``stack.mT``, returns copies of its current bytes.
         """
         layout = layout_of(self)
         return super().buffers() if layout is None else layout.laid_out(self).buffers()

@@ -1,4 +1,4 @@
-"""Bytes that several tensors hold in different directions.
+"""Find tensors that hold the same values in different directions.
 
 Two aliases, such as a parameter and the tensor that it was made of, may get different usages by
 ``update_usage``. A write through one of them cannot reach data that it does not hold, so it raises
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Partner(NamedTuple):
-    """Two memories that hold the same values in different directions."""
+    """Two pieces of memory that hold the same values in different directions."""
 
     own: StorageWeakRef
     other: StorageWeakRef
@@ -52,7 +52,7 @@ def note_partners(own: list[StorageWeakRef], others: list[StorageWeakRef]) -> No
 
 
 def lacks_usage(t: QuantizedTensorStorage) -> bool:
-    """Return whether another tensor holds data of ``t`` in a direction that ``t`` has not."""
+    """Return whether another tensor holds values of ``t`` in a direction that ``t`` lacks."""
     if not _PARTNERS or t._parts:
         return False
     held = {buffer.untyped_storage()._cdata for buffer in t.buffers() if has_data(buffer)}
@@ -71,14 +71,14 @@ def check_usages(t: QuantizedTensorStorage, op: str = "copy_") -> None:
         op: the write, for errors.
 
     Raises:
-        UnsupportedError: another tensor holds these values in a direction that ``t`` has not.
+        UnsupportedError: another tensor holds these values in a direction that ``t`` lacks.
     """
-    # In a compiled region the origin says it: ``__tensor_flatten__`` has looked.
+    # In a compiled region the origin has the answer: ``__tensor_flatten__`` has found it.
     if t._origin.lacks_usage or (not is_compiling() and lacks_usage(t)):
         fail(
             f"{op}[{t._quantizer.format}]",
             "a write must reach all data of these values, and another tensor that shares them "
-            "holds a direction that this one has not, because update_usage changed one of both",
+            "holds a direction that this one lacks, because update_usage changed one of them",
             t.get_usages(),
             "Write to the tensor with both usages, call update_usage on it too, or clone this one",
             UnsupportedError,

@@ -39,9 +39,9 @@ class WorkFolder:
     """Hold the work folder of one conversion, and the journal of what is finished in it."""
 
     def __init__(self, dst: str, about: Mapping[str, Any], resume: bool) -> None:
-        """Take over the finished files of an interrupted call, or begin anew.
+        """Take over the finished files of an interrupted call, or start again.
 
-        ``about`` is what decides the bytes of the result: another value begins anew.
+        ``about`` decides the bytes of the result: with another value, the call starts again.
         """
         self.dst = os.path.abspath(dst)
         parent, name = os.path.split(self.dst)

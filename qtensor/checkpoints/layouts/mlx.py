@@ -176,7 +176,7 @@ class MLXWriter(Writer):
             self.refuse(name, "NVFP4 has no rotation", quantizer.canonical)
         factor = factor_in(tensor, parts)
         if not factor.is_meta and not bool((factor == 1).all()):
-            fix = "Quantize anew with an amax of 2688, or write mode mxfp4"
+            fix = "Quantize again with an amax of 2688, or write mode mxfp4"
             got = f"a factor of {factor.flatten()[0].item():g}"
             self.refuse(name, "NVFP4 in MLX has no factor of the tensor", got, fix)
 

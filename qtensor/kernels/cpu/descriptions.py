@@ -1,6 +1,7 @@
-"""What the C++ ops know of quantizers: the structs of src/ops/description.h, field by field.
+"""Describe quantizers, plans and products to the C++ ops.
 
-C++ reads no canonical text and knows the buffers of no format: `describe` tells it both, once.
+The structs are those of src/ops/description.h, field by field. C++ does not parse canonical texts
+and does not know which buffers a format has: `describe` tells it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DTYPES = (
     torch.float8_e8m0fnu,
     torch.int64,
 )
-"""`enum TensorType`."""
+"""The dtypes that the C++ ops know, in the order of `enum TensorType` of torch_abi.h."""
 _AXES = ("lead", "m", "k", "one")
 _MAX_SLOTS, _MAX_SLOT_DIMS = 10, 4
 

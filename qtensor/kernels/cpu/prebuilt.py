@@ -1,8 +1,8 @@
-"""CPU kernels that came compiled with the package: a wheel for one platform may hold them.
+"""CPU kernels and C++ ops that came compiled with the package, in a wheel for one platform.
 
-They lie beside their sources, one library for each instruction set. They serve as long as the
-installed sources are those that they were compiled from; otherwise the cache or the compiler of the
-machine provides the kernels.
+The folder ``prebuilt`` has a library of kernels for each instruction set, and one of C++ ops. A
+library is used as long as the installed sources are those that it was compiled from. Otherwise the
+cache or the compiler of the machine provides the library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ def find(spec: BuildSpec) -> Path | None:
 
 
 def find_ops() -> Path | None:
-    """Return the library of C++ ops, or None: it is never built in the middle of a call."""
+    """Return the library of C++ ops, or None if neither the package nor the cache has it.
+
+    This function compiles nothing, because it runs in the middle of a call.
+
+    Raises:
+        BuildError: the sources cannot be read.
+    """
     spec = sources.ops_build_spec()
     return find(spec) or (build(spec) if is_built(spec) else None)
 
@@ -41,7 +47,7 @@ def find_ops() -> Path | None:
 def provide(isa: str) -> Path:
     """Return the kernels of the package, else those of the cache; build them if neither exists.
 
-    The C++ ops, which call the kernels, are built with them.
+    The C++ ops, which call the kernels, are built too. If that fails, Python serves the ops.
 
     Raises:
         BuildError: as `qtensor.build.cache.build`.

@@ -63,7 +63,13 @@ class _Maker(Protocol):
 
 @dataclass(frozen=True)
 class Missing:
-    """The reason of a backend whose kernels are not built."""
+    """Kernels that a backend could use if they were built.
+
+    Attributes:
+        reason: why the backend cannot compute the problem now.
+        arch: architecture to build for.
+        recipe: family of kernels to build.
+    """
 
     reason: str
     arch: str
@@ -189,7 +195,7 @@ def reset() -> None:
 
 
 class ProductCall(NamedTuple):
-    """Everything about a product that its choice depends on, in less time than a ``Problem``."""
+    """All that the choice for a product depends on; faster to make than a ``Problem``."""
 
     a: OperandFacts
     b: OperandFacts
@@ -275,7 +281,7 @@ def _call(out: Tensor, product: Product) -> ProductCall:
 
 
 def choice_of(call: ProductCall) -> GemmChoice:
-    """Return the choice for a call."""
+    """Return the choice for a call, from a cache if an equal call has been made."""
     known = _CHOICES.get(call)
     if known is not None:
         return known
@@ -301,7 +307,7 @@ def _device(device: torch.device) -> tuple[str, tuple[int, int] | None, int]:
     """Return the name, the compute capability and the number of multiprocessors of a device."""
     if device.type != "cuda":
         return str(device), None, 0
-    # What autotune measured in other processes.
+    # Load what autotune measured in other processes.
     from qtensor.cutlass_gemm.autotune import read  # noqa: PLC0415 - see _cutlass
 
     facts = torch.cuda.get_device_properties(device)

@@ -75,7 +75,7 @@ class Dequant:
 
     def __init__(self, problem: Problem) -> None:
         dtype = self.choose(problem)
-        assert not isinstance(dtype, str)  # noqa: S101 - refusal() has seen to it
+        assert not isinstance(dtype, str)  # noqa: S101 - refusal() has checked it
         self.problem, self.dtype = problem, dtype
 
     @property

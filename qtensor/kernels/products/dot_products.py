@@ -22,8 +22,9 @@ from qtensor.kernels.products.weight_rows import rows_of_both, rows_quantizer
 from qtensor.reference.blocks import unswizzle
 
 LEAST_SCALE = 24
-"""Least E8M0 code of a factor: values of smaller blocks could be subnormal in bfloat16, which dot
-products take for zero."""
+"""Least E8M0 code of a factor. Values of blocks with smaller factors could be subnormal in
+bfloat16, and dot products treat subnormal numbers as zero.
+"""
 _CHUNK = 1 << 22
 """Bytes of codes that are looked at together."""
 
@@ -145,7 +146,7 @@ def _has_codes(quantizer: QuantizerLike, matrix: Operand, wanted: Tensor) -> boo
         matrix: rowwise rows.
         wanted: bool (row blocks, column blocks).
     """
-    assert quantizer.spec.block is not None  # noqa: S101 - the caller has seen to it
+    assert quantizer.spec.block is not None  # noqa: S101 - the caller has checked it
     slot, codes = _named(quantizer, matrix, "_rowwise_data")
     rows, _ = rows_cols(matrix.shape)
     codes = codes.reshape(rows, -1)
@@ -166,7 +167,7 @@ def _has_codes(quantizer: QuantizerLike, matrix: Operand, wanted: Tensor) -> boo
 
 @functools.cache
 def is_available(linear_: Callable[..., bool]) -> bool:
-    """Return whether the CPU and the kernels have dot products; multiplies one element to see."""
+    """Return whether the CPU and the kernels have dot products, after trying one product."""
     buffers = alloc_slots(parse("fp8").slots, (1, 2), torch.device("cpu"))
     weight = Operand(buffers, "fp8", (1, 2))
     for buffer in weight.buffers:

@@ -78,7 +78,7 @@ class GemmSide:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Name of the format, or of the dtype of a plain tensor, for messages."""
         if self.quantizer is None:
             return str(self.dtype).removeprefix("torch.")
         return self.quantizer.format
@@ -128,7 +128,7 @@ class GemmSide:
 
     @property
     def factors_follow(self) -> bool:
-        """Return True if fp8_rowwise factors belong to lines that are not contracted."""
+        """True if fp8_rowwise factors belong to lines that are not contracted."""
         return (self.option("axis", -1) == -1) == (self.contracted == -1)
 
 
@@ -144,7 +144,7 @@ class Problem:
         bias: shape and dtype of the bias, or None.
         device: name of the device.
         capability: compute capability of a CUDA device, else None.
-        processors: multiprocessors of it.
+        processors: number of multiprocessors of a CUDA device.
         fast: fast accumulation is allowed.
     """
 

@@ -67,7 +67,7 @@ def few_rows_refusal(problem: Problem) -> str | None:
 
 
 def with_strides(side: GemmSide, operand: Operand) -> GemmSide:
-    """Return the side of a quantized matrix, with whether the codes of a sum are apart."""
+    """Return the side of a matrix, with ``strided`` set if the codes of a sum are not adjacent."""
     if side.quantizer is None or len(side.shape) != 2:
         return side
     rows = operand if side.contracted == -1 else operand.transpose()
@@ -103,7 +103,7 @@ def mirrored(problem: Problem) -> Problem | None:
 
 def rows_quantizer(problem: Problem) -> QuantizerLike:
     """Return the quantizer of the right operand as rows along the contraction."""
-    assert problem.b.quantizer is not None  # noqa: S101 - refusal() has seen to it
+    assert problem.b.quantizer is not None  # noqa: S101 - refusal() has checked it
     return problem.b.quantizer if problem.layout == "TN" else _twin(problem.b.canonical)
 
 

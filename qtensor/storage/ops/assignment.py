@@ -4,9 +4,9 @@
 
 ``plain.data = quantized`` is refused, although torch does not call the subclass for it. Torch would
 give ``plain`` the memory of the wrapper, which has none: a later sum of ``plain`` would end the
-process, and its NumPy array would show foreign memory. Before torch
-does so, it calls ``aten::_has_compatible_shallow_copy_type``. The handler below is registered under
-a dispatch key that only quantized tensors have, so assignments among others skip it.
+process, and its NumPy array would show foreign memory. Before torch assigns, it calls
+``aten::_has_compatible_shallow_copy_type``. The handler below is registered under a dispatch key
+that only quantized tensors have, so assignments between other tensors skip it.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
 def _take_shared(zeros: QuantizedTensor, t: QuantizedTensor) -> None:
     """Give a tensor of zeros, which every factor encodes, the factors that rows of ``t`` share.
 
-    A copy of ``t`` into a part of the zeros then moves bytes: fully_shard pads shards so.
+    A copy of ``t`` into a part of the zeros then moves bytes. fully_shard pads shards in this way.
     """
     for slot in t._quantizer.slots:
         source = getattr(t, slot.name)
@@ -135,7 +135,7 @@ def _take_shared(zeros: QuantizedTensor, t: QuantizedTensor) -> None:
             target = getattr(zeros, slot.name)
             if target.shape == source.shape:
                 target.copy_(source)
-    # fully_shard makes the padded form of a shard so, and takes the rows before the padding.
+    # fully_shard makes a padded shard in this way, and then takes the rows before the padding.
     shard_of = t._origin.shard_of or tuple(t.shape)
     set_origin(zeros, Origin(may_be_padded=True, split=t._origin.split, shard_of=shard_of))
 

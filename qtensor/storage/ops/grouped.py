@@ -61,7 +61,7 @@ def grouped_product(
     """
     weights = operand_of(stack)
     if stack_refusal(weights.canonical, tuple(weights.shape)) is not None:
-        # Matrices that share factors: each index says whether it can be taken exactly.
+        # The matrices share factors, so indexing raises an error where it would not be exact.
         matrices = [operand_of(stack[i]) for i in range(len(stack))]
         buffers = [buffer for matrix in matrices for buffer in matrix.buffers]
         weights = matrices[0]._replace(buffers=buffers)
@@ -90,7 +90,7 @@ def _grouped_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 def check_call(
     x: Tensor, weight: QuantizedTensor, offs: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Refuse a call of ``_grouped_mm`` that quantized matrices cannot answer.
+    """Refuse a call of ``_grouped_mm`` that quantized matrices do not support.
 
     Raises:
         UnsupportedError: the operands are not floating rows (M, K) in groups and matrices

@@ -5,12 +5,12 @@ Such a view is a tensor of the class of its parts, and holds these parts instead
 | layout | shape | made by |
 |---|---|---|
 | transposed | (..., B, A) of a stack (..., A, B) | ``stack.mT`` |
-| flat | (numel,) | ``view(-1)`` of a tensor whose blocks do not run along one dim |
+| flat | (numel,) | ``view(-1)`` of a tensor whose codes or factors have no 1-D form |
 | stacked | (n * d0, ...) of n parts (d0, ...) | a gather of parts that do not make up one tensor |
 
-Whatever needs no layout reads the parts: ``dequantize``, products, writes, and views that lead back
-to the parts. Whatever asks for a buffer gets the bytes of that moment in memory of their own, or an
-error. Nobody keeps them, so no later read is old.
+``dequantize``, products, writes, and views that lead back to the parts use the parts. Reading a
+buffer gives a new copy of the current bytes, or raises an error. The copy is not cached, so a later
+read is never outdated.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def view_op(func: Op, t: QuantizedTensor, args: Args) -> Any:
     try:
         fail(
             f"{name}[{t._quantizer.format}]",
-            f"a {t._origin.layout} view has the views alone that its parts have",
+            f"a {t._origin.layout} view has only the views that its parts have",
             f"{tuple(t.shape)} and {list(args)}",
             "Call .clone() first, which copies it",
             UnsupportedError,
@@ -384,9 +384,9 @@ def _equal(parts: Sequence[QuantizedTensor], name: str) -> bool:
 
 
 class MissingBuffer:
-    """What reads a buffer that a tensor does not hold: None, or the bytes of a view right now.
+    """Descriptor for a buffer that a tensor does not hold: None, or the current bytes of a view.
 
-    A descriptor of the class. Python asks it only if the tensor itself has no such attribute.
+    Python uses it only if the tensor itself has no such attribute.
     """
 
     def __init__(self, name: str) -> None:

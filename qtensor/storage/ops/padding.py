@@ -97,8 +97,8 @@ def buffers_before(t: QuantizedTensorStorage, dim: int, size: int) -> list[Tenso
         size: entries to keep.
 
     Returns:
-        None if ``size`` is at a block, where an ordinary slice serves; or if the other entries are
-        not zero, so that they cannot be padding.
+        None if the entries end at the end of a block, where an ordinary slice serves; or if the
+        other entries are not zero, so that they cannot be padding.
 
     Raises:
         QTensorError: when a graph runs, if the other entries are not zero bytes.

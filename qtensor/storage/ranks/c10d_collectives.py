@@ -1,8 +1,9 @@
 """Move quantized tensors between ranks: the collectives of ``torch.distributed``.
 
-They write into tensors that the caller allocated. Point-to-point calls move each buffer by a
-message of its own, straight into the receiver's memory: NCCL may group such calls, and then nobody
-waits for a single one. The others move one tensor of bytes for each rank (``wire.py``).
+They write into tensors that the caller allocated. Point-to-point calls send each buffer as a
+separate message, straight into the receiver's memory: NCCL may group such calls, and then the
+caller cannot wait for one of them. Other calls move one tensor of bytes for each rank
+(``wire.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from qtensor.storage.tensor import QuantizedTensor
 
 _PENDING: set[dist.Work] = set()
-"""Works that nobody has waited for. C++ holds the base of a Python work, not its methods."""
+"""Works that the caller has not waited for. C++ does not keep the Python object of a work alive."""
 
 
 class _Received(dist.Work):
@@ -126,7 +127,7 @@ def _broadcast(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t, answer = _first(bound["tensors"]), bound["tensors"]
     check_alike(answer, t, "broadcast")
     if not is_installed():
-        # So that no rank waits, and none that receives into a plain tensor gets a number.
+        # Send NaN: no rank waits, and a rank that receives into a plain tensor gets no numbers.
         nan = [torch.full(x.shape, float("nan"), dtype=x.dtype, device=x.device) for x in answer]
         _run(func, {**bound, "tensors": nan, "async_op": False}, lambda: None)
         refuse_broadcast(t)

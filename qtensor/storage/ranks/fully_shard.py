@@ -73,7 +73,7 @@ def sent_quantizer(quantizer: QuantizerLike) -> QuantizerLike:
 def rows_of_ranks(
     shard: TensorOrStorage, quantizer: QuantizerLike, group: ProcessGroup
 ) -> tuple[int, ...]:
-    """Return the rows of all ranks of a group, which every rank must call at the same time.
+    """Return the number of rows of each rank of a group, in a collective of all its ranks.
 
     Args:
         shard: this rank's shard of a weight that is split along dim 0.
@@ -106,7 +106,7 @@ def _place(group: ProcessGroup) -> str:
 def gathered(
     shard: TensorOrStorage, quantizer: QuantizerLike, rows: tuple[int, ...], group: ProcessGroup
 ) -> Gathered:
-    """Return how the shards of a weight are gathered; every rank finds the same.
+    """Return how the shards of a weight are gathered; the result is equal on all ranks.
 
     Raises:
         QTensorError: a shard before the last ends inside a block.

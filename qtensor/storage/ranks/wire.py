@@ -110,7 +110,8 @@ def unpack(packed: Tensor, like: S, shape: Shape, common: Tensor | None = None) 
         packed: flat uint8, as ``pack`` returns.
         like: has the quantizer, the nominal dtype and the class.
         shape: the logical shape.
-        common: bytes to use in place of the first of ``packed``.
+        common: the hash and the shared factors, as ``compare_ranks`` returns them, to use instead
+            of those at the start of ``packed``.
     """
     buffers = unpacked_buffers(packed, like._quantizer, shape, common)
     return with_buffers(like, buffers, shape, origin=FRESH)

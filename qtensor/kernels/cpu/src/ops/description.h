@@ -1,5 +1,5 @@
-// What Python tells the ops: quantizers, plans of linear layers and choices of products, each once. C++ reads
-// no text and knows the buffers of no format. native_descriptions.py has the same structs.
+// What Python tells the ops: quantizers, plans of linear layers and choices of products. C++ does not parse
+// texts and does not know which buffers a format has. descriptions.py has the same structs.
 #pragma once
 #include <string_view>
 
@@ -75,7 +75,7 @@ const ForwardPlan* forward_plan_of(std::string_view text);
 const BackwardPlan* backward_plan_of(std::string_view text);
 i32 choose(const Problem& problem);
 bool in_backward();
-bool may_run_again();  // a checkpoint may compute a call of now again, or does so now
+bool may_run_again();  // a checkpoint may compute the current call again, or is doing so
 
 // The kernels (c_interface.cpp, finish.cpp), in the order of native_ops.py.
 struct Kernels {

@@ -1,4 +1,4 @@
-// What the ops use of torch: functions of its stable C interface (torch 2.10 and later), found at run time.
+// What the ops use of torch: functions of its stable C interface (torch 2.11 and later), found at run time.
 // Neither headers nor libraries of torch are needed to compile this folder, and one library serves every
 // version.
 #pragma once
