@@ -18,6 +18,7 @@ from qtensor.autocasting import active_recipe
 from qtensor.core.dtensors import local_part, part_of
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.core.quantizer_registry import QuantizerLike
+from qtensor.core.torch_state import no_torch_function
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.modules.convert import Filter
 from qtensor.modules.quantized_module import QuantizedModule
@@ -117,7 +118,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     ) -> MasterWeight:
         return MasterWeight(inner["_high_precision"], *context)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

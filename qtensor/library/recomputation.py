@@ -29,7 +29,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 from qtensor.core.errors import fail
-from qtensor.core.torch_state import backward_id, in_backward
+from qtensor.core.torch_state import (
+    backward_id,
+    backward_node,
+    forward_mode_enabled,
+    has_saved_tensor_hooks,
+    in_backward,
+    saved_tensor_hooks,
+    sequence_number,
+)
 
 MAX_CALLS, MAX_STEPS = 4096, 64
 """How many calls in the forward of functions of autograd are noted for a layer, of how many steps.
@@ -121,28 +129,13 @@ def in_forward_of_function() -> bool:
     ``torch.no_grad()``, such a forward also turns off forward-mode differentiation.
     """
     return not (
-        torch.is_grad_enabled()
-        or torch._C._is_fwd_grad_enabled()
-        or torch.is_inference_mode_enabled()
+        torch.is_grad_enabled() or forward_mode_enabled() or torch.is_inference_mode_enabled()
     )
 
 
 _OF_TORCH: weakref.WeakKeyDictionary[checkpoint._CheckpointFrame, Tape]
 _OF_TORCH = weakref.WeakKeyDictionary()
 """The tapes of ``torch.utils.checkpoint``, by the object to which the hooks of a call belong."""
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-def _hooks() -> list[FunctionType]:
-    """Return the functions that pack the tensors which autograd saves, the innermost first."""
-    stack = []
-    while (top := _top_hooks(True)) is not None:
-        stack.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(stack):
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return [pack for pack, _ in stack]
 
 
 def _run_of(pack: FunctionType) -> Run | None:
@@ -169,14 +162,15 @@ def _run_of(pack: FunctionType) -> Run | None:
 
 def may_run_again() -> bool:
     """Return whether a checkpoint may compute the current call again, or is doing so."""
-    return in_backward() or is_running() or _top_hooks(True) is not None
+    return in_backward() or is_running() or has_saved_tensor_hooks()
 
 
 def active_runs() -> list[Run]:
     """Return the runs of checkpoints in which this code is called."""
-    if _top_hooks(True) is None:
+    if not has_saved_tensor_hooks():
         return _HERE.runs
-    return _HERE.runs + [run for pack in _hooks() if (run := _run_of(pack)) is not None]
+    found = [_run_of(pack) for pack, _ in saved_tensor_hooks()]
+    return _HERE.runs + [run for run in found if run is not None]
 
 
 class _Noted(NamedTuple):
@@ -219,7 +213,7 @@ class _Notes:
         if ticket != self.ticket:
             self.steps.append(factors)
             self.ticket = ticket
-        number = torch._C._autograd._get_sequence_nr()
+        number = sequence_number()
         self.calls.append(_Noted(threading.get_ident(), number, self.steps[-1]))
         while len(self.calls) > MAX_CALLS or len(self.steps) > MAX_STEPS:
             self.lost = self.calls.popleft().number
@@ -271,7 +265,7 @@ def recall(runs: list[Run], layer: int) -> Factors | None:
     notes = _NOTES.get(layer)
     if notes is None or not in_backward():
         return None
-    node = torch._C._current_autograd_node()
+    node = backward_node()
     # A compiled function computes its own part again, from state that torch has saved for it.
     if not isinstance(node, BackwardCFunction) or node.name() == "CompiledFunctionBackward":
         return None

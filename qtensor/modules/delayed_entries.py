@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qtensor.core.dtensors import is_dtensor
 from qtensor.core.errors import UnsupportedError, fail, this_rank
+from qtensor.core.torch_state import no_torch_function
 from qtensor.modules.state import DelayedState, LinearState, check_checkpoint
 from qtensor.storage.process_groups import check_group
 from qtensor.storage.ranks.state_dict_broadcast import is_installed
@@ -82,7 +83,7 @@ class StateOfRank(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        result = no_torch_function(func, types, args, kwargs or {})
         if func in _KEEP and type(result) is Tensor:
             state = args[0]
             return StateOfRank.of(result, state.kind, state.rank, state.ranks)

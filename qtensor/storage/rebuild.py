@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, is_empty
 from qtensor.core.quantizer_registry import QuantizerLike
+from qtensor.core.torch_state import OWN_KEY
 from qtensor.storage.origin import FRESH, TURNED, Origin, Padded
 
 if TYPE_CHECKING:
@@ -21,22 +22,6 @@ S = TypeVar("S", bound="QuantizedTensorStorage")
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 
-WHOLE_PRODUCTS = "DeferredInit"
-"""Dispatch key that only quantized tensors have, for ``whole_products``.
-
-torch reserves it for a library that is no longer developed, and gives it no meaning of its own.
-"""
-
-
-def _own_key() -> Any:
-    """Return a set with this key; None if torch lacks it, and then repeats some weights."""
-    try:
-        return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(WHOLE_PRODUCTS))
-    except (AttributeError, RuntimeError):
-        return None
-
-
-OWN_KEY = _own_key()
 KEYS: tuple[Any, ...] = () if OWN_KEY is None else (None, False, False, OWN_KEY)
 """The last positional arguments of ``_make_wrapper_subclass`` for a quantized tensor."""
 

@@ -13,7 +13,7 @@ from torch.compiler import is_exporting
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.core.quantizer_registry import QuantizerLike, parse
-from qtensor.core.torch_state import watched
+from qtensor.core.torch_state import keep_out_dynamo, no_torch_function, watched
 from qtensor.core.version import fingerprint
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR, refuse_dtype
 from qtensor.storage import usages
@@ -41,8 +41,6 @@ from qtensor.storage.rebuild import KEYS, is_row_major, part_names, strides_of, 
 from qtensor.storage.serialize import deepcopy, reduce
 
 if TYPE_CHECKING:
-    from types import CodeType
-
     import numpy.typing as npt
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -453,7 +451,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         tensors = " ".join(map(_traced_properties, (self, *inner)))
         return f"{name}:{dtype}:{quantizer.canonical}:{layout}:{tensors}:{fingerprint()}"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -462,17 +460,4 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
 
-def _keep_out_dynamo(code: CodeType) -> None:
-    """Have Dynamo run a function, and what it calls, as they are.
-
-    Dynamo skips the code of torch's own layers. Where such a layer is compiled by itself, it would
-    compile the frames below, and it cannot trace ours. ``torch.compiler.disable`` would do more at
-    each call, and imports Dynamo.
-    """
-    eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
-    if hasattr(eval_frame, "set_code_exec_strategy"):
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
-
-
-_keep_out_dynamo(QuantizedTensor.__dict__["__torch_dispatch__"].__func__.__code__)
+keep_out_dynamo(QuantizedTensor.__dict__["__torch_dispatch__"].__func__.__code__)

@@ -364,3 +364,13 @@ def test_quantize_refuses_to_leave_an_alias_behind(case: FormatCase) -> None:
     with pytest.raises(qtensor.UnsupportedError, match=r"update_quantized\[.*a direction"):
         alias.quantize_(torch.zeros(128, 128))
     assert torch.equal(q.dequantize(), before)
+
+
+def test_a_part_has_new_factors_where_it_shares_none() -> None:
+    """Rows of row-scaled NVFP4 share the maxima of columns, not those of rows."""
+    values = torch.zeros(64, 64)
+    values[:32] = 1.0
+    q = qtensor.quantize(values, "nvfp4", row_scaled=True, columnwise=True)
+    q[32:] = 0.5
+    assert torch.equal(q[32:].dequantize(), torch.full((32, 64), 0.5))
+    assert torch.equal(q[:32].dequantize(), values[:32])

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.torch_state import OWN_KEY, OWN_KEY_NAME, without_own_key
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.rebuild import OWN_KEY, WHOLE_PRODUCTS
 from qtensor.storage.serialize import attributes_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _compatible(destination: Tensor, source: Tensor) -> bool:
             ArgumentTypeError,
         )
     # Without the key, the call reaches torch's own kernel instead of this function again.
-    with torch._C._ExcludeDispatchKeyGuard(OWN_KEY):
+    with without_own_key():
         answer: bool = _COMPATIBLE(destination, source)
     return answer
 
@@ -53,7 +53,7 @@ def _compatible(destination: Tensor, source: Tensor) -> bool:
 def install() -> None:
     """Register the handler; importing ``qtensor.storage.tensor`` calls this once."""
     if OWN_KEY is not None:
-        _LIBRARY.impl("_has_compatible_shallow_copy_type", _compatible, WHOLE_PRODUCTS)
+        _LIBRARY.impl("_has_compatible_shallow_copy_type", _compatible, OWN_KEY_NAME)
 
 
 def become_plain(t: QuantizedTensor, value: Tensor) -> None:

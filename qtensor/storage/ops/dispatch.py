@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qtensor.core.errors import QTensorError, UnsupportedError
+from qtensor.core.torch_state import is_composite
 from qtensor.library.linear import forward_of_quantized
 from qtensor.storage.base import is_quantized
 
@@ -117,7 +118,7 @@ def _resolve(func: Op) -> Handler:
         return _view_handler(handler) if returned and not returned[0].is_write else handler
     if kind in ("in place", "dequantizes"):
         return dequantized
-    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if is_composite(func):
         # In inference mode torch does not decompose composite ops before dispatch.
         return _decomposed
     return _refuse

@@ -14,11 +14,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from qtensor.core.torch_state import watched
+from qtensor.core.torch_state import (
+    OWN_KEY,
+    OWN_KEY_NAME,
+    in_autocast,
+    watched,
+    without_own_key,
+)
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.ops import products
 from qtensor.storage.ops.table import Op
-from qtensor.storage.rebuild import OWN_KEY, WHOLE_PRODUCTS
 
 _LINEAR, _MATMUL = torch.ops.aten.linear.default, torch.ops.aten.matmul.default
 _MATMUL_OUT = torch.ops.aten.matmul.out
@@ -39,7 +44,7 @@ def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
         and _is_known(b)
         and (bias is None or _is_known(bias))
         and not watched()
-        and not torch._C._is_any_autocast_enabled()
+        and not in_autocast()
         and forward_ad._current_level < 0
     )
 
@@ -52,7 +57,7 @@ def _is_known(t: Tensor) -> bool:
 
 def _by_torch(op: Op, *args: Tensor | None, **kwargs: Tensor) -> Tensor:
     """Call ``op`` as if this module did not exist."""
-    with torch._C._ExcludeDispatchKeyGuard(OWN_KEY):
+    with without_own_key():
         return op(*args, **kwargs)
 
 
@@ -96,6 +101,6 @@ def install() -> None:
     if OWN_KEY is None:
         return
     # Without a kernel for every other op, each op of a quantized tensor would stop at the key.
-    _ALL_OPS.fallback(torch.library.fallthrough_kernel, WHOLE_PRODUCTS)
+    _ALL_OPS.fallback(torch.library.fallthrough_kernel, OWN_KEY_NAME)
     for name, function in (("linear", _linear), ("matmul", _matmul), ("matmul.out", _matmul_out)):
-        _LIBRARY.impl(name, function, WHOLE_PRODUCTS)
+        _LIBRARY.impl(name, function, OWN_KEY_NAME)

@@ -70,9 +70,9 @@ def _copy_part(
     ``dst``. The device compares the factors, so that the call can be traced and never waits.
     """
     values = plain(src)
-    _replace_zero_factors(dst, values, shared)
+    encoded = _encode_part(dst, values, shared)
     equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
-    for slot, new in zip(dst._quantizer.slots, _encode_part(dst, values, shared), strict=False):
+    for slot, new in zip(dst._quantizer.slots, encoded, strict=False):
         if slot.name not in shared:
             to, source = _common(getattr(dst, slot.name), getattr(src, slot.name))
             to.copy_(torch.where(equal, source, _common(to, new)[1]))
@@ -80,28 +80,26 @@ def _copy_part(
 
 
 def _encode_part(dst: QuantizedTensor, values: Tensor, shared: tuple[str, ...]) -> list[Tensor]:
-    """Return the buffers of ``values``, encoded with the tensor-wide factors of ``dst``."""
+    """Return the buffers of ``values``, encoded with the factors that ``dst`` shares.
+
+    A shared factor of 0, with which every value is 0, is replaced in ``dst``: all values that share
+    it are zeros, which every factor encodes. NVFP4 stores maxima, which are 0 for zeros; appended
+    rows have factors of 0.
+    """
     quantizer = dst._quantizer
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
-    factors = quantizer.stored_factors(named) if shared or quantizer.needs_scale else {}
-    seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
-    return QUANTIZE(values, quantizer.canonical, factors.get("scale"), factors.get("amax"), seed)
-
-
-def _replace_zero_factors(dst: QuantizedTensor, values: Tensor, shared: tuple[str, ...]) -> None:
-    """Replace shared factors of 0, with which every value is 0, by factors of ``values``.
-
-    All values that share such a factor are zeros, and every factor encodes these. NVFP4 stores
-    maxima, which are 0 for zeros; appended rows have factors of 0.
-    """
-    maxima = {}
-    if any(name.startswith("_amax") for name in shared):
-        names = [name for name in dst._quantizer.slot_names if name.startswith("_amax")]
-        maxima = dict(zip(names, AMAX(values, dst._quantizer.canonical), strict=True))
+    if maxima := [name for name in named if name.startswith("_amax")] if shared else []:
+        own = dict(zip(maxima, AMAX(values, quantizer.canonical), strict=True))
+        named |= {name: own[name] for name in maxima if name not in shared}
+    else:
+        own = {}
     for name in shared:
-        factors = getattr(dst, name)
-        own = maxima.get(name, torch.ones_like(factors))
-        factors.copy_(torch.where(factors == 0, own.view(factors.shape), factors))
+        factors = named[name]
+        new = own[name].view(factors.shape) if name in own else torch.ones_like(factors)
+        factors.copy_(torch.where(factors == 0, new, factors))
+    kept = quantizer.stored_factors(named) if shared or quantizer.needs_scale else {}
+    seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
+    return QUANTIZE(values, quantizer.canonical, kept.get("scale"), kept.get("amax"), seed)
 
 
 def begin_write(dst: QuantizedTensor) -> tuple[str, ...]:
@@ -174,7 +172,6 @@ def requantize_(dst: QuantizedTensor, values: Tensor) -> QuantizedTensor:
     if not dst._origin.is_part and _is_whole(dst):
         quantizer.update_quantized(values, dst)
         return dst
-    _replace_zero_factors(dst, values, shared)
     for slot, new in zip(quantizer.slots, _encode_part(dst, values, shared), strict=False):
         if slot.name not in shared:
             copy_buffer(getattr(dst, slot.name), new)

@@ -20,6 +20,7 @@ from qtensor.core.buffer_shapes import ceil_div, rows_cols
 from qtensor.core.errors import QTensorError, UnsupportedError, fail
 from qtensor.core.formats import Slot
 from qtensor.core.quantizer_registry import QuantizerLike
+from qtensor.core.torch_state import no_torch_function
 from qtensor.storage import geometry
 from qtensor.storage.base import is_quantized
 from qtensor.storage.ops.table import Args, Kwargs, Op
@@ -151,7 +152,7 @@ class CheckpointPart(torch.Tensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return whole_part, (self.whole.detach(),)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
