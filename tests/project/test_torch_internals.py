@@ -81,6 +81,8 @@ def test_the_state_of_a_call_is_read_in_one_file() -> None:
     assert len(names) > 8
     for path in sorted(set((ROOT / "qtensor").rglob("*.py")) - {own}):
         assert [name for name in names if name in path.read_text()] == [], path
+        used = [name for name in internals(path.read_text()) if name.startswith("torch._C.")]
+        assert used == [], path
 
 
 def test_nothing_reads_frames_or_searches_objects() -> None:
