@@ -264,6 +264,18 @@ def strides_of(t: QuantizedTensor) -> tuple[int, ...]:
     return t.stride() if strides is None else strides
 
 
+def viewed_strides(t: QuantizedTensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a view of ``t``; () where torch has none, or sizes are symbolic."""
+    strides = strides_of(t)
+    if not (strides and all(isinstance(n, int) for n in (*t.shape, *shape, *strides))):
+        return ()
+    like = torch.empty_strided(tuple(t.shape), strides, device="meta")
+    try:
+        return like.view(tuple(shape)).stride()
+    except RuntimeError:
+        return ()
+
+
 def turned_strides(t: QuantizedTensor) -> tuple[int, ...] | None:
     """Return the strides of the transpose of a matrix ``t``; None for row-major order."""
     known = t._origin.strides

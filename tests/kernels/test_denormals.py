@@ -57,3 +57,16 @@ def test_bytes_and_values(
             if getattr(got, name) is not None:
                 assert_same_bytes(getattr(got, name), getattr(want, name), name)
         assert_same_bytes(got_values, values)
+
+
+@pytest.mark.parametrize("rows", [2, 64], ids=str)
+@pytest.mark.parametrize("scale", [1e-37, 1e-36, 1e-34], ids=str)
+@formats
+def test_products(case: FormatCase, scale: float, rows: int) -> None:
+    # The factor of an NVFP4 tensor is its amax divided by 2688, which may be denormal.
+    x = case.quantize(rand(rows, 64) * scale)
+    w = case.quantize(rand(48, 64) * 1e3)
+    want = torch.nn.functional.linear(x, w)
+    with flushed():
+        got = torch.nn.functional.linear(x, w)
+    assert_same_bytes(got, want)

@@ -349,6 +349,16 @@ def test_a_quantized_part_is_copied_into_zeros(options: dict[str, Any]) -> None:
     assert not q[:, :64].dequantize().any()
 
 
+@formats
+@pytest.mark.parametrize("scale", [0.0, 1.0], ids=["zeros", "values"])
+def test_a_quantized_part_that_shows_float64_is_copied(case: FormatCase, scale: float) -> None:
+    source = case.quantize(torch.randn(128, 256))
+    got, want = case.quantize(torch.eye(256) * scale), case.quantize(torch.eye(256) * scale)
+    got[:128].copy_(source.double())
+    want[:128].copy_(source)
+    assert torch.equal(got.dequantize(), want.dequantize())
+
+
 def test_columns_of_appended_rows_can_be_written() -> None:
     q = F.pad(qtensor.quantize(torch.ones(2, 64), "fp8_rowwise"), (0, 0, 0, 2))
     q[:, 32:] = 0.5

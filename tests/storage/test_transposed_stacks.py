@@ -110,6 +110,16 @@ def test_a_view_of_other_matrices_is_a_copy(name: str) -> None:
 
 
 @stacked
+def test_a_view_that_splits_the_rows_of_the_matrices_is_refused(name: str) -> None:
+    """A copy would not follow later writes, as the view that torch has does."""
+    stack, shape = stack_of(name), (2, 2, 128, 128)
+    assert rand(2, 128, 256).mT.view(shape).stride() == (128 * 256, 128, 1, 256)
+    with pytest.raises(qtensor.UnsupportedError, match=r"transposed view.*Call \.clone\(\)"):
+        stack.mT.view(shape)
+    assert_same_bytes(stack.mT.clone().view(shape).dequantize(), stack.dequantize().mT.view(shape))
+
+
+@stacked
 def test_a_part_that_the_stack_does_not_have_is_refused(name: str) -> None:
     """As it has no bytes that stay up to date. The copy that the message names is free to use."""
     stack = stack_of(name)

@@ -34,10 +34,10 @@ from qtensor.storage.origin import FRESH, Origin
 from qtensor.storage.rebuild import (
     FROM_PARTS,
     Q,
-    is_row_major,
     of_parts,
     same,
     set_origin,
+    viewed_strides,
     with_buffers,
 )
 
@@ -125,8 +125,8 @@ class Transposed(Layout):
             shape = _known_sizes(t, args[0])
             if shape[-2:] == tuple(t.shape[-2:]):
                 return _mT(func(stack, (*shape[:-2], *tuple(stack.shape[-2:]))))
-            # torch copies here, unless the stack is the clone of a transposed one.
-            return None if is_row_major(t) else func(self.laid_out(t), shape)
+            # A reshape arrives here too: torch copies where the strides have no such view.
+            return None if viewed_strides(t, shape) else func(self.laid_out(t), shape)
         return None
 
 

@@ -23,6 +23,7 @@ from qtensor.storage.rebuild import (
     set_origin,
     strides_of,
     turned_strides,
+    viewed_strides,
     with_buffers,
     wrap,
 )
@@ -171,14 +172,7 @@ def view_tensor(t: Q, shape: Sequence[int], op: str = "view") -> Q:
 
 def _viewed_strides(t: QuantizedTensor, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Return the strides of a view of ``t``; () where torch has no such view."""
-    strides = strides_of(t) if t._origin.strides else t._origin.strides
-    if strides and all(isinstance(n, int) for n in (*t.shape, *shape, *strides)):
-        like = torch.empty_strided(tuple(t.shape), strides, device="meta")
-        try:
-            return like.view(tuple(shape)).stride()
-        except RuntimeError:
-            return ()
-    return None if strides is None else ()
+    return None if t._origin.strides is None else viewed_strides(t, shape)
 
 
 @implements(PRESERVE, "view", "_unsafe_view", "reshape")

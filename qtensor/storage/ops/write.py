@@ -69,7 +69,7 @@ def _copy_part(
     Bytes are copied if the factors are equal. Otherwise the values are encoded with the factors of
     ``dst``. The device compares the factors, so that the call can be traced and never waits.
     """
-    values = plain(src)
+    values = _encodable(plain(src))
     encoded = _encode_part(dst, values, shared)
     equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
     for slot, new in zip(dst._quantizer.slots, encoded, strict=False):
@@ -77,6 +77,11 @@ def _copy_part(
             to, source = _common(getattr(dst, slot.name), getattr(src, slot.name))
             to.copy_(torch.where(equal, source, _common(to, new)[1]))
     return dst
+
+
+def _encodable(values: Tensor) -> Tensor:
+    """Return ``values`` in a dtype that the ops encode: a tensor may show float64."""
+    return values if values.dtype in INPUT_DTYPES else values.to(torch.float32)
 
 
 def _encode_part(dst: QuantizedTensor, values: Tensor, shared: tuple[str, ...]) -> list[Tensor]:
@@ -160,9 +165,7 @@ def requantize_(dst: QuantizedTensor, values: Tensor) -> QuantizedTensor:
         layout.write(dst, values, copy_into)
         return dst
     shared = begin_write(dst)
-    if values.dtype not in INPUT_DTYPES:
-        values = values.to(torch.float32)
-    values = values.to(dst.device)
+    values = _encodable(values).to(dst.device)
     quantizer = dst._quantizer
     if ROUNDS_AT_RANDOM.get() and not quantizer.stochastic_rounding:
         values = round_at_random(values.contiguous(), quantizer.element.mantissa_bits)

@@ -5,7 +5,6 @@
 // the same order as in Python under every setting of torch.
 #include <algorithm>
 
-#include "../denormals.h"
 #include "steps.h"
 
 namespace ops {
@@ -215,7 +214,6 @@ bool multiply_decoded(const Product& p, Operand& a, Operand& b, Handle out, void
         views.add_view(f.x, p.m, p.n, false);
         out = views.last();
     }
-    const KeepDenormals scope;
     check(torch.aoti_torch_cpu_mm_out(out, left_view, right_view));
     if (f.x == y && !f.a && !f.b && !f.bias) return true;
     f.rows = p.m, f.cols = p.n, f.y = y, f.dtype = p.dtype;

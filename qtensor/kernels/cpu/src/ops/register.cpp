@@ -7,6 +7,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "../denormals.h"
 #include "steps.h"
 
 namespace ops {
@@ -93,6 +94,7 @@ void put_results(Value* stack, Returns returns, Tensors& results) {
 bool serve(Op op, const char* kinds, Returns returns, Value* stack) {
     Arguments call(stack, kinds);
     Tensors results;
+    const KeepDenormals scope;
     try {
         if (enabled && op(call, results)) {
             Value values[2];

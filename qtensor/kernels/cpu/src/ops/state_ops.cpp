@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "../denormals.h"
 #include "steps.h"
 
 namespace ops {
@@ -118,7 +117,6 @@ bool delayed_begin(Arguments& call, Tensors& results) {
     auto* scales = (float*)results.add(scale.shape, FLOAT32);
     auto* ticket = (i64*)results.add(steps.shape, INT64);
     if (begins) {
-        const KeepDenormals scope;
         begin_step(state, algorithm == "most_recent", largest.data(), float(std::ldexp(1.0, int(margin))));
         bump_version(scale);
     }
