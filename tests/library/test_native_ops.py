@@ -476,6 +476,13 @@ def test_arguments_and_results() -> None:
     assert len({y._use_count() for y in results} | {torch.ones(1)._use_count()}) == 1
 
 
+@pytest.mark.parametrize("cols", [64, 1 << 13])  # served in C++, and by Python
+def test_a_product_of_a_subclass_of_the_caller(cols: int) -> None:
+    x, weight = torch.randn(65, cols), qtensor.quantize(torch.randn(64, cols), "mxfp8").t()
+    own = qtensor.quantize(x.as_subclass(Own), "mxfp8") @ weight
+    assert_same_bytes(own.as_subclass(Tensor), qtensor.quantize(x, "mxfp8") @ weight)
+
+
 # ---- threads
 
 

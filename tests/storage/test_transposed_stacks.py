@@ -119,6 +119,20 @@ def test_a_view_that_splits_the_rows_of_the_matrices_is_refused(name: str) -> No
     assert_same_bytes(stack.mT.clone().view(shape).dequantize(), stack.dequantize().mT.view(shape))
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_such_a_view_in_a_graph_of_any_size_refuses_writes(name: str) -> None:
+    """A graph of symbolic sizes cannot know whether torch has a view."""
+    stack = stack_of(name)
+    before = stack.dequantize()
+    split = torch.compile(
+        lambda t: t.mT.reshape(2 * t.shape[0], -1, 128), dynamic=True, fullgraph=True
+    )(stack)
+    assert_same_bytes(split.dequantize(), before.mT.reshape(4, 128, 128))
+    with pytest.raises(qtensor.UnsupportedError, match="cannot reach the whole tensor"):
+        split.mul_(2)
+    assert_same_bytes(stack.dequantize(), before)
+
+
 @stacked
 def test_a_part_that_the_stack_does_not_have_is_refused(name: str) -> None:
     """As it has no bytes that stay up to date. The copy that the message names is free to use."""

@@ -16,12 +16,6 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape, buffer_shape, buffer_shapes, rows_cols
 from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer, refusal
 
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-"""Types of tensors whose memory native code may access at once.
-
-The result of a collective that still runs has another type; ops on it wait for the collective.
-"""
-
 SHARED = 8
 POSITIONS = 11
 """Number of addresses of a call."""
@@ -163,9 +157,18 @@ def _has_amax(quantizer: Any) -> bool:
     return quantizer.spec.block is None or quantizer.spec.scale == "e4m3"
 
 
+def has_memory(t: Tensor) -> bool:
+    """Return whether native code on a CPU may access the memory of `t` at once.
+
+    The class of `t` must leave ops to torch: the result of a collective that still runs waits in
+    its own `__torch_dispatch__`, and a fake tensor has no memory.
+    """
+    return t.is_cpu and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def is_plain(t: Tensor, dtype: torch.dtype) -> bool:
     """Return whether native code can access the elements of `t` as an array of `dtype`."""
-    return type(t) in PLAIN_TYPES and t.dtype is dtype and t.is_cpu and t.is_contiguous()
+    return t.dtype is dtype and t.is_contiguous() and has_memory(t)
 
 
 def addresses(
@@ -194,14 +197,11 @@ def addresses(
         if position not in read:
             continue
         buffer = buffers[slot]
-        # As `is_plain`, without a call of a function for each buffer.
-        if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype:
+        if not is_plain(buffer, dtype):
             return None
         if buffer.shape != size and not (
             unpadded and position == layout.factors_of_rows and _has_rows(buffer, layout.rows, size)
         ):
-            return None
-        if not (buffer.is_cpu and buffer.is_contiguous()):
             return None
         pointers[position] = buffer.data_ptr()
     return pointers
@@ -234,7 +234,7 @@ def whole_copies(
         buffer = whole[slot]
         if position not in read:
             continue
-        if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype or not buffer.is_cpu:
+        if buffer.dtype is not dtype or not has_memory(buffer):
             return None
         if buffer.ndim != len(size) or _is_transposed(buffer):
             return None

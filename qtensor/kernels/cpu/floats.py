@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.buffers import has_memory
 from qtensor.kernels.cpu.structs import ActivationCall, NormCall
 from qtensor.kernels.fusion import Clamp, Target
 
@@ -34,7 +35,7 @@ _GATED = {
 def readable(*tensors: Tensor | None) -> Any:
     """Return the loaded kernels, or None if there are none or they cannot read a tensor."""
     for t in tensors:
-        if t is not None and (type(t) not in native.PLAIN_TYPES or not t.is_cpu):
+        if t is not None and not has_memory(t):
             return None
     kernels = native.library()
     return None if isinstance(kernels, str) else kernels.handle

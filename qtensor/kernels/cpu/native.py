@@ -21,11 +21,11 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import QTensorError
 from qtensor.kernels.cpu.buffers import (
-    PLAIN_TYPES,
     SHARED,
     BufferLayout,
     addresses,
     buffer_layout,
+    has_memory,
     is_columnwise,
     is_plain,
     whole_copies,
@@ -186,7 +186,7 @@ def quantize_(
     Returns:
         False for arguments that need the reference's checks, and for other dtypes.
     """
-    if x.dtype not in DTYPES or type(x) not in PLAIN_TYPES:
+    if x.dtype not in DTYPES or not has_memory(x):
         return False
     kernels = library()
     layout = buffer_layout(quantizer, x.shape)
@@ -420,7 +420,7 @@ def linear_(
 
 def _row_stride(x: Tensor, cols: int, few: bool) -> int | None:
     """Return the stride between rows of `x`, or None if the kernels do not read `x`."""
-    if type(x) not in PLAIN_TYPES or not x.is_cpu or x.dtype not in DTYPES:
+    if x.dtype not in DTYPES or not has_memory(x):
         return None
     if x.is_contiguous():
         return cols if few or x.dtype is torch.bfloat16 else None

@@ -126,7 +126,13 @@ class Transposed(Layout):
             if shape[-2:] == tuple(t.shape[-2:]):
                 return _mT(func(stack, (*shape[:-2], *tuple(stack.shape[-2:]))))
             # A reshape arrives here too: torch copies where the strides have no such view.
-            return None if viewed_strides(t, shape) else func(self.laid_out(t), shape)
+            if viewed_strides(t, shape):
+                return None
+            copy = func(self.laid_out(t), shape)
+            if not all(isinstance(n, int) for n in (*t.shape, *shape)):
+                # Torch may have a view here, so that the copy must refuse writes.
+                set_origin(copy, copy._origin._replace(is_part=True, is_copy=True))
+            return copy
         return None
 
 
