@@ -14,6 +14,7 @@ import pytest
 import torch
 from few_rows_cases import WEIGHTS, check_tails
 from native_cases import loaded
+from places import HELPERS
 
 from qtensor.kernels.cpu import native, sources
 from qtensor.kernels.cpu.buffers import SHARED, buffer_layout
@@ -21,7 +22,6 @@ from qtensor.kernels.cpu.structs import CQuantizer
 from qtensor.library.native_ops import left_to_python
 
 CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-HERE = Path(__file__).parent
 pytestmark = [
     pytest.mark.nightly(reason="it compiles for another machine and runs in an emulator"),
     pytest.mark.skipif(
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernel for aarch64 behind stdin and stdout."""
     program = tmp_path_factory.mktemp("aarch64") / "linear_server"
     (unit,) = [unit for unit in sources.units("baseline") if unit.name == "few_rows"]
-    paths = [str(HERE / "linear_server.cpp"), str(unit.source), f"-I{sources.FOLDER}"]
+    paths = [str(HELPERS / "linear_server.cpp"), str(unit.source), f"-I{sources.FOLDER}"]
     subprocess.run([CXX, *unit.flags, "-Werror", "-static", *paths, "-o", str(program)], check=True)
     return program
 
