@@ -37,9 +37,6 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 backward_node: Callable[[], Node | None] = torch._C._current_autograd_node
 """Return the node that the backward pass of this thread runs, or None."""
 
-in_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Return whether ``torch.autocast`` is on for some device."""
-
 forward_mode_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 """Return whether forward-mode differentiation is on; a function of autograd turns it off."""
 
@@ -60,7 +57,7 @@ def watched() -> bool:
         torch._C._len_torch_dispatch_stack()
         or in_transform()
         or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
+        or torch.jit.is_tracing()
     )
 
 
@@ -110,11 +107,6 @@ def saved_tensor_hooks() -> list[tuple[FunctionType, FunctionType]]:
     for pack, unpack in reversed(hooks):
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
     return hooks
-
-
-def current_stream(device: torch.device) -> int:
-    """Return the handle of the current stream of a CUDA device."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def is_composite(op: OpOverload) -> bool:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import check, fail
-from qtensor.core.torch_state import current_stream
 
 VERSION = 1
 """Version of the C interface: ``QT_GEMM_VERSION`` in qt_gemm_abi.h."""
@@ -203,7 +202,7 @@ def _stream(device: torch.device) -> int:
     """Return the handle of torch's current stream; 0 for the CPU tensors that tests use."""
     if device.type != "cuda":
         return 0
-    return current_stream(device)
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 class Launcher:
