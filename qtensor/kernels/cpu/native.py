@@ -11,9 +11,10 @@ import functools
 import os
 import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from qtensor.kernels.cpu.buffers import (
 )
 from qtensor.kernels.cpu.pages import ask_for_large_pages
 from qtensor.kernels.cpu.structs import ABI, CQuantizer, refusal
+
+if TYPE_CHECKING:
+    from qtensor.kernels.cpu.pieces import Pieces
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS = 64
@@ -61,12 +65,7 @@ class Library:
     """
 
     def __init__(self, path: str) -> None:
-        handle = ctypes.CDLL(path)
-        try:
-            _check_interface(path, handle)
-            _declare(handle)
-        except AttributeError as error:
-            raise OSError(f"{path} is not a library of CPU kernels: {error}") from None
+        handle = _opened(path, _ARGUMENTS)
         self.handle = handle
         self.linear = handle.qt_linear
         self.quantize = handle.qt_quantize
@@ -77,52 +76,93 @@ LISTENERS: list[Callable[[Library], None]] = []
 """Functions to call with the kernels once they are loaded."""
 
 
-def _check_interface(path: str, handle: ctypes.CDLL) -> None:
+def _opened(path: str, names: Iterable[str]) -> ctypes.CDLL:
+    """Load a library and declare its functions, so that one without them is refused."""
+    handle = ctypes.CDLL(path)
     expected = ABI * 1000 + ctypes.sizeof(CQuantizer)
-    interface = handle.qt_abi()
-    if interface != expected:
-        raise OSError(f"{path} has interface {interface}, this qtensor {expected}")
+    try:
+        interface = handle.qt_abi()
+        if interface != expected:
+            raise OSError(f"{path} has interface {interface}, this qtensor {expected}")
+        for name in names:
+            getattr(handle, name).argtypes = _ARGUMENTS[name]
+    except AttributeError as error:
+        raise OSError(f"{path} is not a library of CPU kernels: {error}") from None
+    return handle
 
 
-def _declare(handle: ctypes.CDLL) -> None:
-    """Declare the arguments of every function, so that a library without one of them is refused."""
-    for name in ("qt_norm", "qt_sum_rows", "qt_activation"):
-        getattr(handle, name).argtypes = (_POINTER, _SIZE)
-    handle.qt_fused.argtypes = (_POINTER, _POINTER, _SIZE, ctypes.c_char_p)
-    for name in ("qt_quantize", "qt_dequantize", "qt_linear"):
-        getattr(handle, name).argtypes = (ctypes.c_char_p,)
-    handle.qt_finish.argtypes = (_POINTER,)
-    handle.qt_widen.argtypes = (_POINTER, _SIZE, _SIZE, _POINTER)
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("qt_quantize", "qt_dequantize", "qt_linear"), (ctypes.c_char_p,)),
+    **dict.fromkeys(("qt_norm", "qt_sum_rows", "qt_activation"), (_POINTER, _SIZE)),
+    "qt_fused": (_POINTER, _POINTER, _SIZE, ctypes.c_char_p),
+    "qt_finish": (_POINTER,),
+    "qt_widen": (_POINTER, _SIZE, _SIZE, _POINTER),
+}
+
+
+def function_of(path: Path, name: str) -> Callable[..., int]:
+    """Return a function of a piece of the library.
+
+    Raises:
+        OSError: as `Library`.
+    """
+    function: Callable[..., int] = getattr(_opened(str(path), (name,)), name)
+    return function
+
+
+def library() -> Library | Pieces | str:
+    """Return the kernels, compiled at first use; or, after one warning, why there are none."""
+    kernels = _found()
+    return kernels if isinstance(kernels, (Library, str)) else kernels.current()
+
+
+def is_off() -> bool:
+    """Return whether the user has switched the kernels off."""
+    return os.environ.get("QTENSOR_NATIVE") == "0"
 
 
 @functools.cache
-def library() -> Library | str:
-    """Return the kernels, built at the first call; else, after one warning, why there are none."""
-    if os.environ.get("QTENSOR_NATIVE") == "0":
+def _found() -> Library | Pieces | str:
+    if is_off():
         return "switched off by QTENSOR_NATIVE=0"
+    # Only a process that computes needs the compiler cache.
+    from qtensor.kernels.cpu import pieces, prebuilt  # noqa: PLC0415
+    from qtensor.kernels.cpu.sources import choose_isa  # noqa: PLC0415
+
     try:
-        kernels = _load()
+        isa = choose_isa()
+        path = prebuilt.find_kernels(isa)
+        if path is None and pieces.in_background():
+            return pieces.Pieces(isa)
+        return serve(isa, path or prebuilt.provide(isa))
     except (QTensorError, OSError) as error:
-        reason = str(error)
-    else:
-        for listener in LISTENERS:
-            listener(kernels)
-        return kernels
+        return do_without(str(error))
+
+
+def serve(isa: str, path: Path) -> Library | str:
+    """Load the kernels and pass them to `LISTENERS`; else, after a warning, say why not."""
+    try:
+        kernels = _load(isa, path)
+    except (QTensorError, OSError) as error:
+        return do_without(str(error))
+    for listener in LISTENERS:
+        listener(kernels)
+    return kernels
+
+
+def do_without(reason: str) -> str:
+    """Warn that there are no kernels, and return the reason."""
     warnings.warn(
         f"qtensor runs without its native CPU kernels (same bytes, many times slower): {reason}",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
     return reason
 
 
-def _load() -> Library:
-    # Only a process that computes needs the compiler cache.
-    from qtensor.kernels.cpu import prebuilt  # noqa: PLC0415
-    from qtensor.kernels.cpu.sources import choose_isa  # noqa: PLC0415
+def _load(isa: str, path: Path) -> Library:
+    from qtensor.kernels.cpu import prebuilt  # noqa: PLC0415 - as above
 
-    isa = choose_isa()
-    path = prebuilt.provide(isa)
     try:
         return Library(str(path))
     except OSError as error:
