@@ -1,4 +1,4 @@
-"""The C interface of the CPU kernels: load the library, check tensors and pass their addresses.
+"""The C interface of the CPU kernels: check tensors and pass their addresses.
 
 A function that ends in `_` returns False if the kernels do not serve a call, or if they ran out of
 memory. The caller then uses the reference, which writes every element of the result.
@@ -10,10 +10,8 @@ import ctypes
 import functools
 import os
 import struct
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,8 +29,9 @@ from qtensor.kernels.cpu.buffers import (
     is_plain,
     whole_copies,
 )
+from qtensor.kernels.cpu.loading import Library, do_without, serve
 from qtensor.kernels.cpu.pages import ask_for_large_pages
-from qtensor.kernels.cpu.structs import ABI, CQuantizer, refusal
+from qtensor.kernels.cpu.structs import refusal
 
 if TYPE_CHECKING:
     from qtensor.kernels.cpu.pieces import Pieces
@@ -42,7 +41,6 @@ MOST_ROWS = 64
 """Rows of `x` that `linear_` multiplies in the order of few rows: `MOST_ROWS` of few_rows.h."""
 ONE_THREAD = 1 << 19
 """Tensors with up to this many elements use one thread: waking another one costs more time."""
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")
@@ -51,63 +49,6 @@ _LINEAR = struct.Struct("=18q")
 
 _ONE = ctypes.c_float(1.0)
 _ONE_ADDRESS = ctypes.addressof(_ONE)
-
-
-class Library:
-    """The loaded kernels.
-
-    Attributes:
-        handle: the library, for its functions without an attribute of their own.
-        linear, quantize, dequantize: functions of c_interface.cpp.
-
-    Raises:
-        OSError: the system cannot load the library, or it is not one of this version of qtensor.
-    """
-
-    def __init__(self, path: str) -> None:
-        handle = _opened(path, _ARGUMENTS)
-        self.handle = handle
-        self.linear = handle.qt_linear
-        self.quantize = handle.qt_quantize
-        self.dequantize = handle.qt_dequantize
-
-
-LISTENERS: list[Callable[[Library], None]] = []
-"""Functions to call with the kernels once they are loaded."""
-
-
-def _opened(path: str, names: Iterable[str]) -> ctypes.CDLL:
-    """Load a library and declare its functions, so that one without them is refused."""
-    handle = ctypes.CDLL(path)
-    expected = ABI * 1000 + ctypes.sizeof(CQuantizer)
-    try:
-        interface = handle.qt_abi()
-        if interface != expected:
-            raise OSError(f"{path} has interface {interface}, this qtensor {expected}")
-        for name in names:
-            getattr(handle, name).argtypes = _ARGUMENTS[name]
-    except AttributeError as error:
-        raise OSError(f"{path} is not a library of CPU kernels: {error}") from None
-    return handle
-
-
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("qt_quantize", "qt_dequantize", "qt_linear"), (ctypes.c_char_p,)),
-    **dict.fromkeys(("qt_norm", "qt_sum_rows", "qt_activation"), (_POINTER, _SIZE)),
-    "qt_fused": (_POINTER, _POINTER, _SIZE, ctypes.c_char_p),
-    "qt_finish": (_POINTER,),
-    "qt_widen": (_POINTER, _SIZE, _SIZE, _POINTER),
-}
-
-
-def function_of(path: Path, name: str) -> Callable[..., int]:
-    """Return a function of a piece of the library.
-
-    Raises:
-        OSError: as `Library`.
-    """
-    function: Callable[..., int] = getattr(_opened(str(path), (name,)), name)
-    return function
 
 
 def library() -> Library | Pieces | str:
@@ -137,42 +78,6 @@ def _found() -> Library | Pieces | str:
         return serve(isa, path or prebuilt.provide(isa))
     except (QTensorError, OSError) as error:
         return do_without(str(error))
-
-
-def serve(isa: str, path: Path) -> Library | str:
-    """Load the kernels and pass them to `LISTENERS`; else, after a warning, say why not."""
-    try:
-        kernels = _load(isa, path)
-    except (QTensorError, OSError) as error:
-        return do_without(str(error))
-    for listener in LISTENERS:
-        listener(kernels)
-    return kernels
-
-
-def do_without(reason: str) -> str:
-    """Warn that there are no kernels, and return the reason."""
-    warnings.warn(
-        f"qtensor runs without its native CPU kernels (same bytes, many times slower): {reason}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return reason
-
-
-def _load(isa: str, path: Path) -> Library:
-    from qtensor.kernels.cpu import prebuilt  # noqa: PLC0415 - as above
-
-    try:
-        return Library(str(path))
-    except OSError as error:
-        try:
-            replacement = prebuilt.replace(isa, path)
-        except QTensorError as second:
-            raise OSError(f"{error}; and it cannot be compiled again: {second}") from None
-        if replacement is None:
-            raise
-    return Library(str(replacement))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from qtensor.build import cache
 from qtensor.core.errors import QTensorError
-from qtensor.kernels.cpu import native, prebuilt, sources
+from qtensor.kernels.cpu import loading, prebuilt, sources
 from qtensor.kernels.cpu.sources import Piece
 from qtensor.kernels.cpu.structs import CQuantizer
 
@@ -49,7 +49,7 @@ def in_background() -> bool:
 
 
 class Pieces:
-    """The functions of `native.Library`, each compiled at its first call.
+    """The functions of `loading.Library`, each compiled at its first call.
 
     Attributes:
         handle: this object, for the functions over plain tensors.
@@ -61,7 +61,7 @@ class Pieces:
 
     def __init__(self, isa: str) -> None:
         self.handle: Any = self
-        self.successor: native.Library | str | None = None
+        self.successor: loading.Library | str | None = None
         self._isa = isa
         self._spec = sources.build_spec(isa)
         self._spec.find_compiler()
@@ -69,7 +69,7 @@ class Pieces:
         self._library: Path | None = None  # where it will be, once a piece shows which folder
         _start_build(isa)
 
-    def current(self) -> native.Library | Pieces | str:
+    def current(self) -> loading.Library | Pieces | str:
         """Return what serves the next call: the library, if it has been compiled."""
         if self._library is not None and self._library.exists():
             self._find_library()
@@ -80,7 +80,7 @@ class Pieces:
         with contextlib.suppress(QTensorError):
             path = prebuilt.find_kernels(self._isa)
             if path is not None:
-                self.successor = native.serve(self._isa, path)
+                self.successor = loading.serve(self._isa, path)
 
     # ---- functions of c_interface.cpp
 
@@ -123,12 +123,12 @@ class Pieces:
             return None
         try:
             path = cache.build(sources.piece_spec(self._isa, piece), notice=self._announce)
-            function = native.function_of(path, name)
+            function = loading.function_of(path, name)
         except (QTensorError, OSError) as error:
             # A build of the library that has ended removes the pieces.
             self._find_library()
             if self.successor is None:
-                self.successor = native.do_without(str(error))
+                self.successor = loading.do_without(str(error))
             return None
         library = cache.library_path(self._spec)
         self._library = path.parents[1] / library.parent.name / library.name
