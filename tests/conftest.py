@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 import tempfile
@@ -17,6 +18,10 @@ from ranks import Ranks
 
 from qtensor.kernels.cpu import native
 from qtensor.library.native_ops import left_to_python
+
+# Tests, and the processes that they start, wait for the whole library of kernels. Only the tests of
+# its pieces let a process compile it in the background.
+os.environ["QTENSOR_BACKGROUND"] = "0"
 
 CELLS = pytest.StashKey[list[pytest.Item]]()
 """All collected cells, with the marks of their tiers."""

@@ -51,7 +51,10 @@ __all__ = [
     "is_intact",
     "library_path",
     "list_built",
+    "only_process",
     "rebuild",
+    "remove",
+    "seconds",
     "source_key",
 ]
 
@@ -197,12 +200,19 @@ def clean() -> tuple[Built, ...]:
     for root in readable_roots():
         if root.is_dir():
             _remove_stale(root)
-            for path in root.iterdir():
-                if _ENTRY.fullmatch(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
-                elif path.name.endswith(_LOCK):
-                    path.unlink(missing_ok=True)
+    remove("")
     return tuple(entry for entry in removed if not entry.path.exists())
+
+
+def remove(start: str) -> None:
+    """Remove the libraries whose names begin with `start`, and their locks."""
+    for root in readable_roots():
+        for path in root.glob(f"{start}*"):
+            if _ENTRY.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.endswith(_LOCK):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def source_key(spec: BuildSpec) -> str:
@@ -326,6 +336,13 @@ def _build(spec: BuildSpec, key: str, tell: Callable[[str], None]) -> Path:
     return _library(folder, spec.name)
 
 
+def seconds(spec: BuildSpec) -> str:
+    """Return how long a build takes on the processors of this machine: "40 to 80 s"."""
+    least = max(1, round(spec.effort / parallel_jobs(len(spec.units))))
+    # A slow processor, or one with other work, takes about twice as long.
+    return f"{least} to {2 * least} s"
+
+
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -341,6 +358,21 @@ def _locked(path: Path, spec: BuildSpec, tell: Callable[[str], None]) -> Iterato
         lock.acquire()
     try:
         yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def only_process(task: str) -> Iterator[bool]:
+    """Hold the lock of a task of that name; yield False at once if another process holds it."""
+    lock = FileLock(writable_root() / f"{task}{_LOCK}")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
     finally:
         lock.release()
 
@@ -370,10 +402,8 @@ def _make(
 ) -> None:
     op = f"build[{spec.name}]"
     jobs = parallel_jobs(len(spec.units))
-    # A slow processor, or one with other work, takes about twice as long.
-    least = max(1, round(spec.effort / jobs))
-    seconds = f"{least} to {2 * least} s; " if spec.effort else ""
-    tell(f"qtensor: compiling its {spec.title} (once, {seconds}cached in {folder.parent})")
+    time_needed = f"{seconds(spec)}; " if spec.effort else ""
+    tell(f"qtensor: compiling its {spec.title} (once, {time_needed}cached in {folder.parent})")
     work = Path(tempfile.mkdtemp(prefix=_WORK, dir=folder.parent))
     try:
         made = work / "made"  # not the work folder itself, which mkdtemp closes to other users

@@ -111,7 +111,7 @@ def autotune(
 def explain(quantizer: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> str:
     """Return which kernels quantize tensors of ``dtype`` on a device type, and why no faster ones.
 
-    This function builds the kernels if they are not built yet.
+    This function starts to build the kernels if they are not built yet.
 
     Args:
         quantizer: a quantizer: ``qtensor.quantizer("mxfp8")``.

@@ -28,7 +28,7 @@ from qtensor.core.errors import QTensorError
 from qtensor.core.linear_plans import backward_plan, forward_plan
 from qtensor.core.quantizer_registry import parse, readable_part, slots_within, usage_part
 from qtensor.core.torch_state import in_backward, without_modes
-from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu import loading
 from qtensor.kernels.cpu.descriptions import (
     DTYPES,
     CBackwardPlan,
@@ -286,7 +286,7 @@ def _addresses(functions: Iterable[Any]) -> Any:
     return (ctypes.c_void_p * len(pointers))(*pointers)
 
 
-def serve(kernels: native.Library) -> None:
+def serve(kernels: loading.Library) -> None:
     """Let C++ serve ops with a library of kernels; do nothing if the C++ ops are not built."""
     handle = library()
     if handle is None:
@@ -337,4 +337,4 @@ def left_to_python() -> Iterator[None]:
             handle.qtensor_ops_enable(before)
 
 
-native.LISTENERS.append(serve)
+loading.LISTENERS.append(serve)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from compiler_scripts import SECONDS, runs, script, wait_for, waiting
+from filelock import FileLock, Timeout
 from native_cases import by_reference
 from torch_process import TorchProcess
 
@@ -330,3 +333,112 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, real_library: Path, da
     assert (told["native"], told["warnings"]) == (True, [])
     units = sources.build_spec(sources.choose_isa()).units
     assert len(runs(tmp_path)) == count + len(units) + 1
+
+
+# ---- in the background -------------------------------------------------------------------------
+
+NOTICE = "qtensor: compiling the CPU kernels of this call, and the others in the background (once, "
+HOLD = (
+    f'case "$*" in *QT_PIECE*|*piece_*) ;; *) echo $PPID >"$here/builder"; {waiting("go")};; esac'
+)
+"""Lines of a compiler that makes pieces at once, and the library when a file appears."""
+SWITCHING = """
+import time, torch, qtensor
+from qtensor.kernels.cpu import native
+
+x = torch.linspace(-3, 3, 512).reshape(8, 64)
+first = qtensor.quantize(x, "mxfp8").buffers()
+assert not isinstance(native.library(), (str, native.Library))
+print("compiled", flush=True)
+while not isinstance(native.library(), native.Library):
+    time.sleep(0.02)
+assert all(map(torch.equal, first, qtensor.quantize(x, "mxfp8").buffers()))
+"""
+"""Asserts that the library replaces the pieces in a process that runs."""
+
+
+def library_is_built(folder: Path) -> bool:
+    """Whether the process in the background has done all that it does."""
+    libraries = folder / "cache" / "libraries"
+    built = {f"cpu_{sources.choose_isa()}.so", "ops.so"}
+    if {path.name for path in libraries.glob("*/*.so")} != built:
+        return False
+    with contextlib.suppress(Timeout), FileLock(libraries / "background.lock", timeout=0):
+        return True
+    return False
+
+
+def test_the_first_call_compiles_a_piece(tmp_path: Path, real_library: Path) -> None:
+    """One notice; the library follows, also when the process has ended, and replaces the pieces."""
+    compiler = copier(tmp_path, real_library, HOLD)
+    told = finish(start(tmp_path, QTENSOR_CXX=str(compiler), QTENSOR_BACKGROUND="1"))
+    assert (told["native"], told["warnings"]) == (True, [])
+    assert told["stderr"].startswith(NOTICE)
+    assert told["stderr"].count("\n") == 1
+    assert len(list((tmp_path / "cache").rglob("piece_*.so"))) == 2 * len(FORMATS)
+    (tmp_path / "go").touch()
+    wait_for(lambda: library_is_built(tmp_path))
+    assert finish(start(tmp_path, QTENSOR_CXX="/nonexistent", QTENSOR_BACKGROUND="1")) == {
+        "native": True,
+        "warnings": [],
+        "stderr": "",
+    }
+
+
+@wide
+def test_the_library_replaces_the_pieces(tmp_path: Path, real_library: Path) -> None:
+    compiler = copier(tmp_path, real_library, HOLD)
+    given = {"QTENSOR_CACHE_DIR": str(tmp_path / "cache"), "QTENSOR_CXX": str(compiler)}
+    process = TorchProcess(SWITCHING, environment=os.environ | given | {"QTENSOR_BACKGROUND": "1"})
+    wait_for(lambda: process.stdout() == "compiled\n")
+    (tmp_path / "go").touch()
+    done = process.finish()
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: library_is_built(tmp_path))
+
+
+@wide
+def test_the_process_in_the_background_is_killed(tmp_path: Path, real_library: Path) -> None:
+    """The pieces serve, nothing broken is left, and the next process compiles the library."""
+    compiler = copier(tmp_path, real_library, HOLD)
+    variables = {"QTENSOR_CXX": str(compiler), "QTENSOR_BACKGROUND": "1"}
+    assert finish(start(tmp_path, **variables))["native"]
+    wait_for(lambda: (tmp_path / "builder").exists())
+    os.kill(int((tmp_path / "builder").read_text()), signal.SIGKILL)
+    assert not list((tmp_path / "cache").rglob("cpu_*.so"))
+    (tmp_path / "go").touch()
+    assert finish(start(tmp_path, **variables))["native"]
+    wait_for(lambda: library_is_built(tmp_path))
+
+
+@wide
+def test_processes_at_once_build_the_library_once(tmp_path: Path, real_library: Path) -> None:
+    compiler = copier(tmp_path, real_library, HOLD)
+    variables = {"QTENSOR_CXX": str(compiler), "QTENSOR_BACKGROUND": "1"}
+    for process in [start(tmp_path, **variables) for _ in range(3)]:
+        assert finish(process)["native"]
+    wait_for(lambda: (tmp_path / "builder").exists())
+    (tmp_path / "go").touch()
+    wait_for(lambda: library_is_built(tmp_path))
+    linked = [run for run in runs(tmp_path) if "-shared" in run]
+    assert len(linked) == 2 * len(FORMATS) + 2
+
+
+@wide
+def test_a_piece_that_does_not_compile(tmp_path: Path) -> None:
+    """As without a compiler: one warning, and the reference serves."""
+    broken = script(tmp_path, 'echo "fatal error: no such thing" >&2; exit 3')
+    falls_back(
+        tmp_path,
+        "must compile; got exit status 3",
+        QTENSOR_CXX=str(broken),
+        QTENSOR_BACKGROUND="1",
+    )
+
+
+@wide
+@pytest.mark.parametrize("variables", [{"QTENSOR_CXX": "/nonexistent"}, {"QTENSOR_NATIVE": "0"}])
+def test_nothing_in_the_background(tmp_path: Path, variables: dict[str, str]) -> None:
+    told = finish(start(tmp_path, QTENSOR_BACKGROUND="1", **variables))
+    assert not told["native"]
+    assert not (tmp_path / "cache").exists()

@@ -1,4 +1,4 @@
-"""The C interface of the CPU kernels: load the library, check tensors and pass their addresses.
+"""The C interface of the CPU kernels: check tensors and pass their addresses.
 
 A function that ends in `_` returns False if the kernels do not serve a call, or if they ran out of
 memory. The caller then uses the reference, which writes every element of the result.
@@ -10,10 +10,9 @@ import ctypes
 import functools
 import os
 import struct
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +29,18 @@ from qtensor.kernels.cpu.buffers import (
     is_plain,
     whole_copies,
 )
+from qtensor.kernels.cpu.loading import Library, do_without, serve
 from qtensor.kernels.cpu.pages import ask_for_large_pages
-from qtensor.kernels.cpu.structs import ABI, CQuantizer, refusal
+from qtensor.kernels.cpu.structs import refusal
+
+if TYPE_CHECKING:
+    from qtensor.kernels.cpu.pieces import Pieces
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS = 64
 """Rows of `x` that `linear_` multiplies in the order of few rows: `MOST_ROWS` of few_rows.h."""
 ONE_THREAD = 1 << 19
 """Tensors with up to this many elements use one thread: waking another one costs more time."""
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")
@@ -49,90 +51,33 @@ _ONE = ctypes.c_float(1.0)
 _ONE_ADDRESS = ctypes.addressof(_ONE)
 
 
-class Library:
-    """The loaded kernels.
-
-    Attributes:
-        handle: the library, for its functions without an attribute of their own.
-        linear, quantize, dequantize: functions of c_interface.cpp.
-
-    Raises:
-        OSError: the system cannot load the library, or it is not one of this version of qtensor.
-    """
-
-    def __init__(self, path: str) -> None:
-        handle = ctypes.CDLL(path)
-        try:
-            _check_interface(path, handle)
-            _declare(handle)
-        except AttributeError as error:
-            raise OSError(f"{path} is not a library of CPU kernels: {error}") from None
-        self.handle = handle
-        self.linear = handle.qt_linear
-        self.quantize = handle.qt_quantize
-        self.dequantize = handle.qt_dequantize
+def library() -> Library | Pieces | str:
+    """Return the kernels, compiled at first use; or, after one warning, why there are none."""
+    kernels = _found()
+    return kernels if isinstance(kernels, (Library, str)) else kernels.current()
 
 
-LISTENERS: list[Callable[[Library], None]] = []
-"""Functions to call with the kernels once they are loaded."""
-
-
-def _check_interface(path: str, handle: ctypes.CDLL) -> None:
-    expected = ABI * 1000 + ctypes.sizeof(CQuantizer)
-    interface = handle.qt_abi()
-    if interface != expected:
-        raise OSError(f"{path} has interface {interface}, this qtensor {expected}")
-
-
-def _declare(handle: ctypes.CDLL) -> None:
-    """Declare the arguments of every function, so that a library without one of them is refused."""
-    for name in ("qt_norm", "qt_sum_rows", "qt_activation"):
-        getattr(handle, name).argtypes = (_POINTER, _SIZE)
-    handle.qt_fused.argtypes = (_POINTER, _POINTER, _SIZE, ctypes.c_char_p)
-    for name in ("qt_quantize", "qt_dequantize", "qt_linear"):
-        getattr(handle, name).argtypes = (ctypes.c_char_p,)
-    handle.qt_finish.argtypes = (_POINTER,)
-    handle.qt_widen.argtypes = (_POINTER, _SIZE, _SIZE, _POINTER)
+def is_off() -> bool:
+    """Return whether the user has switched the kernels off."""
+    return os.environ.get("QTENSOR_NATIVE") == "0"
 
 
 @functools.cache
-def library() -> Library | str:
-    """Return the kernels, built at the first call; else, after one warning, why there are none."""
-    if os.environ.get("QTENSOR_NATIVE") == "0":
+def _found() -> Library | Pieces | str:
+    if is_off():
         return "switched off by QTENSOR_NATIVE=0"
-    try:
-        kernels = _load()
-    except (QTensorError, OSError) as error:
-        reason = str(error)
-    else:
-        for listener in LISTENERS:
-            listener(kernels)
-        return kernels
-    warnings.warn(
-        f"qtensor runs without its native CPU kernels (same bytes, many times slower): {reason}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return reason
-
-
-def _load() -> Library:
     # Only a process that computes needs the compiler cache.
-    from qtensor.kernels.cpu import prebuilt  # noqa: PLC0415
+    from qtensor.kernels.cpu import pieces, prebuilt  # noqa: PLC0415
     from qtensor.kernels.cpu.sources import choose_isa  # noqa: PLC0415
 
-    isa = choose_isa()
-    path = prebuilt.provide(isa)
     try:
-        return Library(str(path))
-    except OSError as error:
-        try:
-            replacement = prebuilt.replace(isa, path)
-        except QTensorError as second:
-            raise OSError(f"{error}; and it cannot be compiled again: {second}") from None
-        if replacement is None:
-            raise
-    return Library(str(replacement))
+        isa = choose_isa()
+        path = prebuilt.find_kernels(isa)
+        if path is None and pieces.in_background():
+            return pieces.Pieces(isa)
+        return serve(isa, path or prebuilt.provide(isa))
+    except (QTensorError, OSError) as error:
+        return do_without(str(error))
 
 
 @dataclass(frozen=True)

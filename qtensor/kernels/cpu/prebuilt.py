@@ -13,7 +13,15 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from qtensor.build.cache import BuildSpec, build, is_built, rebuild, source_key
+from qtensor.build.cache import (
+    BuildSpec,
+    build,
+    is_built,
+    only_process,
+    rebuild,
+    remove,
+    source_key,
+)
 from qtensor.core.errors import BuildError
 from qtensor.kernels.cpu import sources
 
@@ -40,24 +48,57 @@ def find_ops() -> Path | None:
     Raises:
         BuildError: the sources cannot be read.
     """
-    spec = sources.ops_build_spec()
+    return _find_compiled(sources.ops_build_spec())
+
+
+def find_kernels(isa: str) -> Path | None:
+    """Return the kernels, or None if neither the package nor the cache has them.
+
+    Raises:
+        BuildError: the sources cannot be read.
+    """
+    return _find_compiled(sources.build_spec(isa))
+
+
+def _find_compiled(spec: BuildSpec) -> Path | None:
     return find(spec) or (build(spec) if is_built(spec) else None)
 
 
 def provide(isa: str) -> Path:
     """Return the kernels of the package, else those of the cache; build them if neither exists.
 
-    The C++ ops, which call the kernels, are built too. If that fails, Python serves the ops.
+    The C++ ops, which call the kernels, are built too. If that fails, Python serves the ops. The
+    pieces of the kernels, which served while they were built, are removed.
 
     Raises:
         BuildError: as `qtensor.build.cache.build`.
     """
-    kernels, ops = sources.build_spec(isa), sources.ops_build_spec()
+    kernels = sources.build_spec(isa)
     library = find(kernels) or build(kernels)
-    if find(ops) is None:
-        with contextlib.suppress(BuildError):
-            build(ops)
+    _provide_ops()
+    remove(sources.piece_name(isa))
     return library
+
+
+def _provide_ops() -> None:
+    spec = sources.ops_build_spec()
+    if find(spec) is None:
+        with contextlib.suppress(BuildError):
+            build(spec)
+
+
+def provide_once(isa: str) -> None:
+    """Do what `provide` does, unless another process is doing so.
+
+    The C++ ops come first: processes take both libraries when the kernels are there.
+
+    Raises:
+        BuildError: as `qtensor.build.cache.build`.
+    """
+    with only_process("background") as is_only:
+        if is_only:
+            _provide_ops()
+            provide(isa)
 
 
 def replace(isa: str, path: Path) -> Path | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import platform
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -123,6 +125,45 @@ def build_spec(isa: str) -> BuildSpec:
         title="native CPU kernels",
         effort=80.0,
     )
+
+
+_PRODUCTS = {"linear", "few_rows", "few_rows_bfloat16"}
+"""Units of the piece "linear"."""
+
+
+class Piece(NamedTuple):
+    """A piece of the library that can be compiled alone.
+
+    Attributes:
+        function: the function of c_interface.cpp: "quantize", "dequantize", "linear", "norm" (sums
+            of rows too) or "activation".
+        dtype: "Float32", "Bfloat16" or "Float16"; "" for all dtypes.
+        format: `format_number` of structs.h; None for all formats.
+    """
+
+    function: str
+    dtype: str = ""
+    format: int | None = None
+
+
+def piece_spec(isa: str, piece: Piece) -> BuildSpec:
+    """Return how to build a piece of the library: fast to compile, with the bytes of the whole."""
+    flags = ["-O1", "-DQT_PIECE", f"-DQT_{piece.function.upper()}"]
+    flags += [f"-DQT_DTYPE={piece.dtype}"] * bool(piece.dtype)
+    flags += [f"-DQT_FORMAT={piece.format}"] * (piece.format is not None)
+    kernels = {f"{piece.function}_{piece.dtype}"} if piece.dtype else _PRODUCTS
+    chosen = tuple(
+        dataclasses.replace(unit, flags=(*unit.flags, *flags))
+        for unit in units(isa)
+        if unit.name in kernels | {"c_interface"}
+    )
+    words = [piece_name(isa), *(str(word) for word in piece if word)]
+    return dataclasses.replace(build_spec(isa), name="_".join(words), units=chosen)
+
+
+def piece_name(isa: str) -> str:
+    """Return how the names of all pieces of an instruction set begin."""
+    return f"piece_{isa}"
 
 
 def ops_build_spec() -> BuildSpec:

@@ -1,6 +1,7 @@
 // The functions that native.py and floats.py call. Each returns 0 if the result is written, 1 if this CPU or
 // quantizer has no kernel for it, and 2 if memory ran out. In the last two cases the caller uses the
-// reference.
+// reference. A piece of the library (QT_PIECE; sources.py: Piece) has one of the functions, for one
+// dtype (QT_DTYPE) if kernels depend on it.
 #include <cstring>
 #include <memory>
 #include <new>
@@ -28,6 +29,15 @@ bool fused_as(const CQuantizer& quantizer, const QuantizeCall& call, Producer& p
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
+#ifndef QT_PIECE
+#define QT_QUANTIZE
+#define QT_DEQUANTIZE
+#define QT_LINEAR
+#define QT_NORM
+#define QT_ACTIVATION
+#define QT_FUSED
+#endif
+
 constexpr int ABI = 6;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
@@ -38,12 +48,12 @@ static Arguments unpack(const void* packed) {
     memcpy(&arguments, packed, sizeof arguments);
     return arguments;
 }
-static QuantizeCall call_of(const QuantizeArguments& a) {
+[[maybe_unused]] static QuantizeCall call_of(const QuantizeArguments& a) {
     return {a.x,      i32(a.dtype), i32(a.threads), a.rows,     a.cols, a.stride, a.row,
             a.column, a.scale_inv,  a.scale,        a.amax_out, a.seed, 0,        0};
 }
 // Stores the factors of the maxima that a call has written: one, or one a line.
-static void store_globals(const QuantizeArguments& a) {
+[[maybe_unused]] static void store_globals(const QuantizeArguments& a) {
     const CQuantizer& p = *a.quantizer;
     const float bound = 6.0f * p.e4m3_max;
     for (i64 i = 0; a.row_global && i < (p.row_scaled ? a.rows : 1); i++)
@@ -51,17 +61,21 @@ static void store_globals(const QuantizeArguments& a) {
     for (i64 i = 0; a.column_global && i < (p.row_scaled ? a.cols : 1); i++)
         a.column_global[i] = a.column.amax[i] / bound;
 }
-static Buffers buffers_of(const DecodeBuffers& stored) {
+[[maybe_unused]] static Buffers buffers_of(const DecodeBuffers& stored) {
     return {stored.data, stored.scale, stored.amax, nullptr};
 }
 
 // Calls f with the type of a dtype and returns a Status; f returns whether there is a kernel. No exception
 // may reach the C caller.
 template <class F>
-static int call_kernel(i64 dtype, const F& f) {
+static int call_kernel([[maybe_unused]] i64 dtype, const F& f) {
     const KeepDenormals scope;
     try {
+#ifdef QT_DTYPE
+        return f(QT_DTYPE{}) ? DONE : NO_KERNEL;
+#else
         return with_type(dtype, f) ? DONE : NO_KERNEL;
+#endif
     } catch (const std::bad_alloc&) {
         return OUT_OF_MEMORY;
     }
@@ -71,6 +85,7 @@ extern "C" {
 
 int qt_abi() { return ABI * 1000 + int(sizeof(CQuantizer)); }
 
+#ifdef QT_QUANTIZE
 // Fills the buffers of a quantizer from x.
 int qt_quantize(const void* packed) {
     const QuantizeArguments a = unpack<QuantizeArguments>(packed);
@@ -80,7 +95,9 @@ int qt_quantize(const void* packed) {
         return true;
     });
 }
+#endif
 
+#ifdef QT_LINEAR
 // x @ weight.T: `few` asks for the order of sums of few rows.
 int qt_linear(const void* packed) {
     const LinearArguments a = unpack<LinearArguments>(packed);
@@ -94,7 +111,9 @@ int qt_linear(const void* packed) {
         return OUT_OF_MEMORY;
     }
 }
+#endif
 
+#ifdef QT_DEQUANTIZE
 // Decodes `count` rows from row `first` into y, which holds only these.
 int qt_dequantize(const void* packed) {
     const DequantizeArguments a = unpack<DequantizeArguments>(packed);
@@ -103,7 +122,9 @@ int qt_dequantize(const void* packed) {
     return call_kernel(a.dtype,
                        [&](auto dtype) { return dequantize_as<decltype(dtype)>(*a.quantizer, call); });
 }
+#endif
 
+#ifdef QT_NORM
 // A norm, or its gradients where the call has dx.
 int qt_norm(const NormCall* call, i64 dtype) {
     return call_kernel(dtype, [&](auto type) {
@@ -119,7 +140,9 @@ int qt_sum_rows(const NormCall* call, i64 dtype) {
         return true;
     });
 }
+#endif
 
+#ifdef QT_ACTIVATION
 // An activation, or its gradient where the call has dy.
 int qt_activation(const ActivationCall* call, i64 dtype) {
     return call_kernel(dtype, [&](auto type) {
@@ -127,7 +150,9 @@ int qt_activation(const ActivationCall* call, i64 dtype) {
         return true;
     });
 }
+#endif
 
+#ifdef QT_FUSED
 // Quantizes a norm or an activation (the other is null) of an input of dtype `input_dtype`. The other
 // arguments are those of qt_quantize, with x the memory that keeps the tensor in between, or null.
 int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 input_dtype, const void* packed) {
@@ -147,4 +172,5 @@ int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 input_d
         return true;
     });
 }
+#endif
 }

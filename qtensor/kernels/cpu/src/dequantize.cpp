@@ -332,17 +332,9 @@ static void blocks(const CQuantizer& p, const DequantizeCall& c, bool stream) {
 template <class D>
 bool dequantize_as(const CQuantizer& p, const DequantizeCall& c) {
     const bool stream = c.count * c.cols > (i64(8) << 20);
-    if (p.family != BLOCK) {
-        if (p.element == E4M3)
-            float8<D, FE4M3>(p, c, stream);
-        else
-            float8<D, FE5M2>(p, c, stream);
-        fence();
-        return true;
-    }
 #define QT_CALL(E, B, CODES) blocks<D, E, B, CODES>(p, c, stream)
+#define QT_FLOAT8(E) float8<D, E>(p, c, stream)
 #include "formats.inc"
-#undef QT_CALL
     fence();
     return true;
 }

@@ -136,16 +136,9 @@ bool linear(const CQuantizer& p, const LinearCall& c) {
 #if QT_ISA == 512
     if (!__builtin_cpu_supports("avx512bf16") || c.k % 2 || p.family == COLUMN || p.rotated == ROWWISE)
         return false;
-    if (p.family != BLOCK) {
-        if (p.element == E4M3)
-            linear_float8<FE4M3>(p, c);
-        else
-            linear_float8<FE5M2>(p, c);
-        return true;
-    }
 #define QT_CALL(E, B, CODES) linear_blocks<E, B, CODES>(p, c)
+#define QT_FLOAT8(E) linear_float8<E>(p, c)
 #include "formats.inc"
-#undef QT_CALL
     return true;
 #else
     (void)p, (void)c;

@@ -19,17 +19,9 @@ static void blocks(const CQuantizer& p, const QuantizeCall& c, bool stream) {
 template <class D>
 bool quantize_as(const CQuantizer& p, const QuantizeCall& c) {
     const bool stream = c.rows * c.cols > STREAMED;
-    if (p.family != BLOCK) {
-        if (p.element == E4M3)
-            Float8Quantizer<D, FE4M3>(p, c, stream).run();
-        else
-            Float8Quantizer<D, FE5M2>(p, c, stream).run();
-        fence();
-        return true;
-    }
 #define QT_CALL(E, B, CODES) blocks<D, E, B, CODES>(p, c, stream)
+#define QT_FLOAT8(E) Float8Quantizer<D, E>(p, c, stream).run()
 #include "formats.inc"
-#undef QT_CALL
     fence();
     return true;
 }
@@ -39,17 +31,9 @@ template <class D>
 bool fused_as(const CQuantizer& p, const QuantizeCall& c, Producer& producer) {
     if (p.family == COLUMN || (p.row_scaled && c.column.data)) return false;
     FusedQuantizer<D> fused(p, c, producer, c.rows * c.cols > STREAMED);
-    if (p.family != BLOCK) {
-        if (p.element == E4M3)
-            fused.template float8<FE4M3>();
-        else
-            fused.template float8<FE5M2>();
-        fence();
-        return true;
-    }
 #define QT_CALL(E, B, CODES) fused.template blocks<E, B, CODES>()
+#define QT_FLOAT8(E) fused.template float8<E>()
 #include "formats.inc"
-#undef QT_CALL
     fence();
     return true;
 }

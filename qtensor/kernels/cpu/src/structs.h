@@ -41,6 +41,19 @@ struct CQuantizer {
     float global_divisor;  // decoding divides Buffers::amax by it
 };
 
+// The number of a format: its element, block and codes of a packed group. pieces.py has the same formula.
+constexpr i32 format_number(i32 element, i32 block, i32 codes) {
+    return element * 10000 + codes * 1000 + block;
+}
+// Whether the kernels of a format are compiled: a piece of the library may have one format alone (QT_FORMAT).
+constexpr bool is_compiled([[maybe_unused]] i32 format) {
+#ifdef QT_FORMAT
+    return format == QT_FORMAT;
+#else
+    return true;
+#endif
+}
+
 // One direction's buffers; null where the usage is absent.
 struct Buffers {
     u8* data;
