@@ -10,6 +10,9 @@ JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 PYTEST_ARGS ?=
 # Arguments for the benchmarks, e.g. make bench BENCH_ARGS="--quick --peers torchao,compressed-tensors"
 BENCH_ARGS ?=
+# Arguments for the scripts, e.g. make wheel WHEEL_ARGS="--target linux-aarch64"
+WHEEL_ARGS ?=
+RELEASE_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -23,7 +26,7 @@ BYTECODE := PYTHONDONTWRITEBYTECODE=
 CPP_SOURCES = $(wildcard $(foreach folder,src src/ops,qtensor/kernels/cpu/$(folder)/*.h qtensor/kernels/cpu/$(folder)/*.cpp))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-project test-all lint format docs docs-check check-kernels bench overhead wheel clean
+.PHONY: help demo test test-project test-all lint format docs docs-check check-kernels bench overhead wheel release clean
 
 help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
@@ -37,6 +40,7 @@ help:
 	@echo "make check-kernels  nvcc's front end over every GEMM (minutes; CHECK_ARGS=\"--arch sm_90a\")"
 	@echo "make bench       speed beside peers: all benchmarks, and the plot (BENCH_ARGS=--quick: 3 minutes)"
 	@echo "make wheel       a wheel for this platform with the CPU kernels compiled, in dist/"
+	@echo "make release     VERSION=0.1.0: the sdist and all wheels, checked, in dist/release/; uploads nothing"
 	@echo "make overhead    host overhead beside torchao alone"
 	@echo "make clean       remove $(VENV), build output and caches"
 
@@ -85,7 +89,10 @@ overhead: $(VENV)/.bench.stamp
 	$(QUIET_CORES) $(BIN)/python -m benchmarks.overhead
 
 wheel: $(VENV)/.demo.stamp
-	$(BIN)/python scripts/build_wheel.py
+	$(BIN)/python scripts/build_wheel.py $(WHEEL_ARGS)
+
+release: $(VENV)/.release.stamp
+	$(BIN)/python scripts/release.py $(VERSION) $(RELEASE_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site qtensor.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -110,4 +117,8 @@ $(VENV)/.dev.stamp: pyproject.toml constraints.txt | $(VENV)/.venv.stamp
 
 $(VENV)/.bench.stamp: pyproject.toml constraints.txt | $(VENV)/.venv.stamp
 	$(INSTALL) -e '.[bench]'
+	@touch $@
+
+$(VENV)/.release.stamp: pyproject.toml constraints.txt | $(VENV)/.venv.stamp
+	$(INSTALL) -e '.[release]'
 	@touch $@

@@ -1,6 +1,7 @@
-"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""The kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
 
-No access outside a buffer and no undefined operation, for every instruction set of this CPU.
+No access outside a buffer and no undefined operation, for every instruction set of this CPU, and no
+race of threads that call at the same time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FLAGS = (
     "-g1",
     "-O1",
 )
+RACES = ("-fsanitize=thread", "-g1", "-O1")
 CASES = 600
 BEST = sources.usable_isas()[0]
 ROOT = Path(__file__).parents[2]
@@ -64,9 +66,8 @@ with loaded(Library(sys.argv[1])):
 print("compared")
 """
 
-BY_CPP = """
+SERVED = """
 import sys
-import pytest
 import qtensor.build.cache
 from qtensor.kernels.cpu import native
 from qtensor.library import native_ops
@@ -77,8 +78,14 @@ kernels = native.Library(sys.argv[1])
 native.library = lambda: kernels
 native_ops.serve(kernels)
 assert native_ops.library() is not None
+"""
+BY_CPP = (
+    SERVED
+    + """
+import pytest
 sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
+)
 CALLS = (
     "library/test_native_ops.py",
     "storage/test_saved_views.py",
@@ -86,12 +93,51 @@ CALLS = (
 """What C++ serves, byte by byte."""
 
 
-def sanitizer() -> str:
-    """The runtime of AddressSanitizer, which has to be loaded before everything else."""
+AT_ONCE = (
+    SERVED
+    + """
+import threading
+import torch
+import qtensor
+
+# Python's lock would put the calls in an order; TorchScript calls ops without Python. Each thread
+# describes texts that no other has asked for, and texts that all ask for.
+script = torch.jit.CompilationUnit('''
+def calls(x, texts: List[str], rounds: int):
+    rows = 0
+    for _ in range(rounds):
+        for text in texts:
+            codes = torch.ops.qtensor.quantize(x, text)
+            y = torch.ops.qtensor.dequantize(codes, text, x.shape, 6)
+            product = torch.ops.qtensor.weight_gemm(x[:3], codes, text, 6)
+            rows += y.size(0) + product.size(0)
+    return rows
+
+def start(x, texts: List[str], rounds: int):
+    return torch.jit.fork(calls, x, texts, rounds)
+''')
+torch.set_num_threads(1)
+torch.set_num_interop_threads(4)
+x = torch.randn(32, 64)
+shared = ["mxfp8", "mxfp4", "nvfp4", "fp8_blockwise", "fp8_rowwise", "mxfp6"]
+own = [[f"fp8(amax_epsilon={i}.{k})" for i in range(20)] for k in range(4)]
+running = [script.start(x, shared + texts, 20) for texts in own]
+counts = [torch.jit.wait(task) for task in running]
+assert len(set(counts)) == 1, counts
+print("ended")
+"""
+)
+
+
+def sanitizer(*names: str) -> str:
+    """The runtime of a sanitizer, which has to be loaded before everything else.
+
+    By default, that of AddressSanitizer; the one of undefined behaviour has to exist, too.
+    """
     if platform.system() != "Linux":
         pytest.skip(reason="sanitizers are preloaded as Linux does it")
     found = []
-    for name in ("libasan.so", "libubsan.so"):
+    for name in names or ("libasan.so", "libubsan.so"):
         asked = (*find_cxx().command, f"-print-file-name={name}")
         path = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
         if not os.path.isabs(path) or not Path(path).exists():
@@ -100,13 +146,13 @@ def sanitizer() -> str:
     return found[0]
 
 
-def sanitized(spec: BuildSpec) -> BuildSpec:
+def sanitized(spec: BuildSpec, flags: tuple[str, ...] = FLAGS) -> BuildSpec:
     """The same sources with checks in place of speed, under another name in the cache."""
     units = tuple(
-        dataclasses.replace(unit, flags=(*(f for f in unit.flags if f[:2] != "-O"), *FLAGS))
+        dataclasses.replace(unit, flags=(*(f for f in unit.flags if f[:2] != "-O"), *flags))
         for unit in spec.units
     )
-    link = (*spec.link_flags, FLAGS[0])
+    link = (*spec.link_flags, flags[0])
     name = f"{spec.name}_sanitized"
     return dataclasses.replace(spec, name=name, units=units, link_flags=link, effort=0.0)
 
@@ -130,6 +176,53 @@ def run(*arguments: str, wide_vectors: bool = False) -> subprocess.CompletedProc
     }
     command = [sys.executable, "-c", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+
+
+def run_threads(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program under ThreadSanitizer, which sees only what is compiled for it.
+
+    It wants addresses that are not random. It does not see how OpenMP's threads wait for each
+    other, so each caller computes with one thread.
+    """
+    environment = os.environ | {
+        "LD_PRELOAD": sanitizer("libtsan.so"),
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:exitcode=66",
+        "PYTHONPATH": PYTHONPATH,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["setarch", "--addr-no-randomize", sys.executable, "-c", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+
+
+@pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
+@pytest.mark.slow
+def test_threads_that_call_at_the_same_time() -> None:
+    sanitizer("libtsan.so")
+    specs = (sources.build_spec(BEST), sources.ops_build_spec())
+    libraries = [build(sanitized(spec, RACES)) for spec in specs]
+    done = run_threads(AT_ONCE, *map(str, libraries))
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout == "ended\n"
+
+
+RACE = """
+#include <thread>
+int shared = 0;
+extern "C" int wrong() {
+    std::thread other([] { for (int i = 0; i < 1000; i++) shared++; });
+    for (int i = 0; i < 1000; i++) shared++;
+    other.join();
+    return shared;
+}
+"""
+
+
+def test_the_check_sees_a_race(tmp_path: Path) -> None:
+    sanitizer("libtsan.so")
+    library = made(tmp_path, RACE, RACES)
+    done = run_threads("import ctypes, sys; ctypes.CDLL(sys.argv[1]).wrong()", str(library))
+    assert done.returncode == 66
+    assert "data race" in done.stderr
 
 
 @pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
@@ -159,6 +252,16 @@ def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
     assert "runtime error" not in done.stderr
 
 
+def made(folder: Path, text: str, flags: tuple[str, ...]) -> Path:
+    """A library of one source."""
+    source = folder / "wrong.cpp"
+    source.write_text(text)
+    unit = Unit(source, flags, "wrong")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QTENSOR_CACHE_DIR", str(folder / "cache"))
+        return build(BuildSpec("wrong", (unit,), find_cxx(), (), (flags[0],)))
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
@@ -170,12 +273,7 @@ def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
 )
 def test_the_check_sees_a_mistake(body: str, told: str, tmp_path: Path) -> None:
     sanitizer()
-    source = tmp_path / "wrong.cpp"
-    source.write_text(f'extern "C" int wrong(int n) {{ {body} }}\n')
-    unit = Unit(source, FLAGS, "wrong")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QTENSOR_CACHE_DIR", str(tmp_path / "cache"))
-        library = build(BuildSpec("wrong", (unit,), find_cxx(), (), (FLAGS[0],)))
+    library = made(tmp_path, f'extern "C" int wrong(int n) {{ {body} }}\n', FLAGS)
     done = run("import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).wrong(8))", str(library))
     assert done.returncode != 0
     assert told in done.stderr

@@ -8,20 +8,13 @@ cache or the compiler of the machine provides the library.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from qtensor.build.cache import (
-    BuildSpec,
-    build,
-    is_built,
-    only_process,
-    rebuild,
-    remove,
-    source_key,
-)
+from qtensor.build.cache import BuildSpec, build, is_built, only_process, rebuild, remove
 from qtensor.core.errors import BuildError
 from qtensor.kernels.cpu import sources
 
@@ -29,13 +22,29 @@ FOLDER = Path(__file__).parent / "prebuilt"
 _MANIFEST = "manifest.json"
 
 
+def fingerprint(spec: BuildSpec) -> str:
+    """Return a digest of a library's name and sources.
+
+    The tag of a wheel names the machine, and flags differ between the compilers of machines, so
+    neither is part of it.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256(spec.name.encode())
+    for path in sorted({*(unit.source for unit in spec.units), *spec.headers}):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def find(spec: BuildSpec) -> Path | None:
     """Return a library of the package, or None if it has none for the installed sources."""
     try:
         keys = json.loads((FOLDER / _MANIFEST).read_text())
         path = FOLDER / f"{spec.name}.so"
-        current = path.is_file() and keys.get(spec.name) == source_key(spec)
-    except (OSError, ValueError, AttributeError, BuildError):
+        current = path.is_file() and keys.get(spec.name) == fingerprint(spec)
+    except (OSError, ValueError, AttributeError):
         return None
     return path if current else None
 
@@ -118,8 +127,15 @@ def replace(isa: str, path: Path) -> Path | None:
     return build(spec) if path.parent == FOLDER else rebuild(spec)
 
 
-def write(folder: Path, isas: Iterable[str]) -> list[Path]:
+def write(
+    folder: Path, isas: Iterable[str], make: Callable[[BuildSpec], Path] = build
+) -> list[Path]:
     """Compile the kernels into `folder`, in the form in which `find` expects them in a package.
+
+    Args:
+        folder: is made if it does not exist.
+        isas: the instruction sets.
+        make: compiles a library; by default for this machine, by way of the cache.
 
     Returns:
         One library for each instruction set, and the library of the C++ ops.
@@ -131,7 +147,7 @@ def write(folder: Path, isas: Iterable[str]) -> list[Path]:
     specs = [*map(sources.build_spec, isas), sources.ops_build_spec()]
     libraries = [folder / f"{spec.name}.so" for spec in specs]
     for spec, path in zip(specs, libraries, strict=True):
-        shutil.copyfile(build(spec), path)
-    manifest = json.dumps({spec.name: source_key(spec) for spec in specs}, indent=1)
+        shutil.copyfile(make(spec), path)
+    manifest = json.dumps({spec.name: fingerprint(spec) for spec in specs}, indent=1)
     (folder / _MANIFEST).write_text(manifest + "\n")
     return libraries

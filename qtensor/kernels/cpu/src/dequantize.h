@@ -177,8 +177,8 @@ struct ColumnFactors {
             for (int h = 0; h < 2; h++) {
                 const VF a = load<VF>(p + h * 2 * W), b = load<VF>(p + h * 2 * W + W);
                 VF* v = lanes + k / W + 2 * h;
-                v[0] = D::pairs ? __builtin_shuffle(a, b, even) : a;
-                v[1] = D::pairs ? __builtin_shuffle(a, b, odd) : b;
+                v[0] = D::pairs ? shuffled(a, b, even) : a;
+                v[1] = D::pairs ? shuffled(a, b, odd) : b;
             }
         }
         check(cols);

@@ -145,7 +145,7 @@ struct ColumnQuantizer {
     INLINE VI exchanged(VI v, int step) {
         VI at;
         for (int i = 0; i < W; i++) at[i] = i ^ step;
-        return __builtin_shuffle(v, at);
+        return shuffled(v, at);
     }
 
     template <int Joined>

@@ -70,6 +70,27 @@ INLINE i32 lane_max(VI v) {
     for (int i = 1; i < W; i++) r = r > v[i] ? r : v[i];
     return r;
 }
+// Lanes of v, or of a and then b, in the order of `at`.
+template <class V>
+INLINE V shuffled(V v, VI at) {
+#ifdef __clang__
+    V r;
+    for (int i = 0; i < W; i++) r[i] = v[at[i]];
+    return r;
+#else
+    return __builtin_shuffle(v, at);
+#endif
+}
+template <class V>
+INLINE V shuffled(V a, V b, VI at) {
+#ifdef __clang__
+    V r;
+    for (int i = 0; i < W; i++) r[i] = at[i] < W ? a[at[i]] : b[at[i] - W];
+    return r;
+#else
+    return __builtin_shuffle(a, b, at);
+#endif
+}
 constexpr i32 INF_BITS = 0x7f800000;
 constexpr i32 ABS = 0x7fffffff;
 

@@ -1,5 +1,4 @@
 // The ops quantize, quantize_, dequantize and dequantize_, and the steps that they share with products.
-#include <cstdlib>
 #include <new>
 
 #include "steps.h"
@@ -7,8 +6,9 @@
 namespace ops {
 
 void* Scratch::get(i64 bytes) {
-    pieces_.emplace_back(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64), std::free);
-    if (!pieces_.back()) throw std::bad_alloc();
+    constexpr std::align_val_t line{64};
+    pieces_.emplace_back(operator new(size_t(bytes), line),
+                         [](void* piece) { operator delete(piece, line); });
     return pieces_.back().get();
 }
 

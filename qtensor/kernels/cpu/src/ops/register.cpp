@@ -90,8 +90,13 @@ void put_results(Value* stack, Returns returns, Tensors& results) {
     if (returns == PAIR) stack[1] = (Value)results.take(1);
 }
 
+// A frame that catches or destroys has a handler of this library's C++ runtime. torch may have another
+// runtime, whose exception must not pass such a frame; so the kernels below, which torch's exception passes,
+// stay free of them.
+#define APART __attribute__((noinline))
+
 // Returns whether C++ has served the call. If not, the stack still holds its arguments.
-bool serve(Op op, const char* kinds, Returns returns, Value* stack) {
+APART bool serve(Op op, const char* kinds, Returns returns, Value* stack) {
     Arguments call(stack, kinds);
     Tensors results;
     const KeepDenormals scope;
@@ -110,7 +115,7 @@ bool serve(Op op, const char* kinds, Returns returns, Value* stack) {
 }
 
 // Calls the Python kernel. Returns null, or what went wrong.
-const char* leave_to_python(const char* name, Value* stack) {
+APART const char* leave_to_python(const char* name, Value* stack) {
     has_failed = false;
     if (torch.torch_call_dispatcher(name, "", stack, ABI_VERSION)) return "the op could not be called";
     if (!has_failed) return nullptr;

@@ -3,11 +3,13 @@
 
 #include <new>
 
-// What newer headers of the C++ library call for too large an array. Older libraries lack it, and a wheel has
-// to load with them.
+#ifdef __GLIBCXX__
+// What newer headers of GCC's C++ library call for too large an array. Older libraries lack it, and a wheel
+// has to load with them.
 namespace std {
 void __throw_bad_array_new_length() { throw bad_alloc(); }
 }  // namespace std
+#endif
 
 namespace ops {
 
