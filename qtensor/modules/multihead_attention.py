@@ -74,6 +74,10 @@ class MultiheadAttention(nn.Module):
         QTensorError: an argument is illegal, or two arguments do not go together.
     """
 
+    key: Linear
+    value: Linear
+    key_value: Linear
+
     def __init__(
         self,
         hidden_size: int,
@@ -207,12 +211,9 @@ class MultiheadAttention(nn.Module):
             name = f"layernorm_{first}"
             # Separate keys and values of self attention read the normed input too.
             normed = self.return_layernorm_output or (is_self and not fused)
+            options_of_norm = {**norm, "return_layernorm_output": normed}
             layer: LinearBase = LayerNormLinear(
-                *(self.hidden_size, features),
-                **norm,
-                **options,
-                return_layernorm_output=normed,
-                name=self._inner(name),
+                self.hidden_size, features, **options_of_norm, **options, name=self._inner(name)
             )
         else:
             name = first
@@ -285,26 +286,32 @@ class MultiheadAttention(nn.Module):
         if isinstance(own, tuple):
             own, normed = own
         heads, groups = core.num_attention_heads, core.num_gqa_groups
+        interleaved = self.fuse_qkv_params and self.qkv_weight_interleaved
+        if self._first.endswith("qkv") and interleaved:
+            # A rank has some of the groups.
+            parts = own.unflatten(-1, (-1, heads // groups + 2, size))
+            q = parts[..., :-2, :].flatten(-3, -2)
+            return q, parts[..., -2, :], parts[..., -1, :], normed
         if self._first.endswith("qkv"):
-            if self.qkv_weight_interleaved:
-                # A rank has some of the groups.
-                parts = own.unflatten(-1, (-1, heads // groups + 2, size))
-                return parts[..., :-2, :].flatten(-3, -2), parts[..., -2, :], parts[..., -1, :], normed
-            q, k, v = own.split([heads * size, groups * size, groups * size], -1)
+            flat = own.split([heads * size, groups * size, groups * size], -1)
         else:
             if source is input and normed is not None:
                 source = normed
-            q = own
-            if self.fuse_qkv_params:
-                both = self.key_value(source, first)
-                if self.qkv_weight_interleaved:
-                    k, v = both.unflatten(-1, (-1, 2, size)).unbind(-2)
-                    return q.unflatten(-1, (-1, size)), k, v, normed
-                k, v = both.chunk(2, -1)
-            else:
-                k, v = self.key(source, first), self.value(source, first)
-        q, k, v = (t.unflatten(-1, (-1, size)) for t in (q, k, v))
+            flat = (own, *self._keys_and_values(source, first))
+        q, k, v = (t.unflatten(-1, (-1, size)) for t in flat)
         return q, k, v, normed
+
+    def _keys_and_values(self, source: Tensor, first: bool | None) -> tuple[Tensor, Tensor]:
+        """Return keys and values (..., heads * head size), by layers of their own."""
+        if not self.fuse_qkv_params:
+            return self.key(source, first), self.value(source, first)
+        both = self.key_value(source, first)
+        if not self.qkv_weight_interleaved:
+            k, v = both.chunk(2, -1)
+        else:
+            k, v = both.unflatten(-1, (-1, 2, self.kv_channels)).unbind(-2)
+            k, v = k.flatten(-2), v.flatten(-2)
+        return k, v
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is not None and self.k_norm is not None:

@@ -40,8 +40,9 @@ class QuantizedModule(nn.Module):
     """
 
     def __init__(self, recipe: Recipe | None = None, name: str = "") -> None:
-        # The constructor of ``torch.nn.Linear`` would create parameters, so it is skipped.
-        skipped: Any = nn.Linear if isinstance(self, nn.Linear) else QuantizedModule
+        # The constructors of torch's layers would create parameters, so they are skipped.
+        layers = (nn.Linear, nn.MultiheadAttention)
+        skipped: Any = next((kind for kind in layers if isinstance(self, kind)), QuantizedModule)
         super(skipped, self).__init__()
         self._stored: dict[str, str] = {}
         self._states: dict[str, LinearState] = {}

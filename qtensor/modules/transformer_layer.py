@@ -139,18 +139,19 @@ class TransformerLayer(nn.Module):
             "qk_norm_eps": qk_norm_eps,
             "qk_norm_before_rope": qk_norm_before_rope,
         }
-        first = (hidden_size, num_attention_heads, kv_channels, attention_dropout)
-        first = (*first, layernorm_epsilon, init_method, output_layer_init_method, layer_number)
+        first: tuple[Any, ...] = (hidden_size, num_attention_heads, kv_channels, attention_dropout)
+        first += (layernorm_epsilon, init_method, output_layer_init_method, layer_number)
         self.self_attention = MultiheadAttention(
-            *(*first, self_attn_mask_type, window_size, bottom_right_diagonal),
+            *first,
+            *(self_attn_mask_type, window_size, bottom_right_diagonal),
             **heads,
             input_layernorm=not output_layernorm,
             name=self._inner("self_attention"),
         )
         if layer_type == "decoder":
-            mask = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
             self.inter_attention = MultiheadAttention(
-                *(*first, *mask),
+                *first,
+                *(enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal),
                 **heads,
                 input_layernorm=True,
                 attention_type="cross",

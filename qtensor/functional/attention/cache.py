@@ -16,9 +16,7 @@ class AttentionCache(Protocol):
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add the keys (B, G, N, D) and values (B, G, N, E) of N new tokens of each sequence."""
 
-    def attend(
-        self, q: Tensor, *, scale: float, causal: bool = True, window: int = 0
-    ) -> Tensor:
+    def attend(self, q: Tensor, *, scale: float, causal: bool = True, window: int = 0) -> Tensor:
         """Return the attention (B, H, N, E) of queries (B, H, N, D) over all tokens of the cache.
 
         Args:

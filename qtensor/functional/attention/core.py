@@ -87,20 +87,20 @@ def quantized_attention(
     """
     (batch, heads, queries, _), (groups, keys) = q.shape, k.shape[1:3]
     size = v.shape[-1]
-    q, k, v = (_padded(t, plan.multiple, plan.multiple) for t in (q, k, v))
+    q, k, v = (_padded(t, plan.multiple) for t in (q, k, v))
     # All queries that share a key are rows of one matrix.
     rows = q.reshape(batch * groups, -1, q.shape[-1])
     scores = product(rows, k.flatten(0, 1), plan.scores, torch.float32)
     scores = scores.view(batch, heads, -1, k.shape[2])[:, :, :queries, :keys]
-    weights = _padded(probabilities(scores, scoring), plan.multiple, plan.multiple)
+    weights = _padded(probabilities(scores, scoring), plan.multiple)
     weights = weights.reshape(batch * groups, -1, k.shape[2])
     out = product(weights, v.flatten(0, 1), plan.output, q.dtype)
     return out.view(batch, heads, -1, v.shape[-1])[:, :, :queries, :size]
 
 
-def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
-    """Return ``t`` (..., R, C) with zeros behind it, up to multiples of ``rows`` and ``columns``."""
-    more_rows, more_columns = -t.shape[-2] % rows, -t.shape[-1] % columns
+def _padded(t: Tensor, multiple: int) -> Tensor:
+    """Return ``t`` (..., R, C) with zeros behind it, up to a multiple of rows and columns."""
+    more_rows, more_columns = -t.shape[-2] % multiple, -t.shape[-1] % multiple
     if more_rows == 0 and more_columns == 0:
         return t
     return functional.pad(t, (0, more_columns, 0, more_rows))

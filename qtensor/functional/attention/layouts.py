@@ -7,7 +7,10 @@ from torch import Tensor
 from qtensor.core.errors import ArgumentTypeError, DtypeError, check, fail
 
 FORMATS = ("sbhd", "bshd", "thd")
-"""Names of layouts, as in Transformer Engine: s sequence, b batch, h heads, d head size, t tokens."""
+"""Names of layouts, as in Transformer Engine.
+
+s is the sequence, b the batch, h the heads, d the head size, t the tokens of all sequences.
+"""
 
 _FLOATING = ("float32", "bfloat16", "float16")
 
