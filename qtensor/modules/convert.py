@@ -341,7 +341,8 @@ def _is_to_be_stored(weight: Weight, request: Request) -> bool:
 
 def _tie_obstacle(module: nn.Module, weight: Tensor, owners: Owners) -> str:
     """Return the reason for which a weight cannot be replaced by a quantized one, or ""."""
-    others = [name for owner, name in owners[weight] if owner is not module]
+    own = parts_of(module)
+    others = [name for owner, name in owners[weight] if owner not in own]
     if others:
         return f"its weight is tied to {', '.join(others)} and cannot be stored quantized"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:

@@ -48,8 +48,8 @@ def attention_weights(module: Any, name: str) -> list[Weight]:
 
 
 def parts_of(module: Any) -> list[Any]:
-    """Return the layers of qtensor that a layer consists of."""
-    is_attention = isinstance(module, TorchMultiheadAttention)
+    """Return the layers that are replaced together with a layer, which is the first."""
+    is_attention = isinstance(module, nn.MultiheadAttention)
     return [module, module.out_proj] if is_attention else [module]
 
 

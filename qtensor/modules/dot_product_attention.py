@@ -82,7 +82,11 @@ class DotProductAttention(QuantizedModule):
     quantized operands, and the softmax at its result before quantization, as Transformer Engine's
     unfused emulation does. ``backward_override`` holds as for linear layers. Sequences and heads
     are padded with zeros to multiples of the block, which changes no other value. All scores are in
-    memory at once.
+    memory at once. Where ranks have different heads, the factor of a tensor is that of a rank's.
+
+    Errors in decibels (signal to noise, beside float64) of output, dq, dk and dv, for 512 causal
+    tokens, heads of 64 normal values, bfloat16: without quantization 54, 51, 45, 45; FP8 with
+    E5M2 gradients 26, 21, 21, 24; FP8 or MXFP8 with E4M3 gradients 26, 24, 24, 26.
 
     Args:
         num_attention_heads: heads of the queries.

@@ -85,14 +85,13 @@ class TorchMultiheadAttention(LinearModule, nn.MultiheadAttention):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as ``nn.MultiheadAttention`` does."""
-        nn.init.xavier_uniform_(self.in_proj_weight)
+        """Initialise the first projection as ``nn.MultiheadAttention`` does."""
+        old = self.in_proj_weight
+        values = torch.empty(tuple(old.shape), dtype=old.dtype, device=old.device)
+        self._set_weight("in_proj_weight", nn.init.xavier_uniform_(values), self._options)
         if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
-            nn.init.zeros_(self.out_proj.bias)
-
-    def _reset_parameters(self, *_: Any, **__: Any) -> None:
-        self.reset_parameters()
+            with torch.no_grad():
+                self.in_proj_bias.zero_()
 
     def forward(
         self,

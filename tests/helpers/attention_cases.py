@@ -120,8 +120,8 @@ def gradients(y: Tensor, inputs: Sequence[Tensor], seed: int = 1) -> list[Tensor
 
 def sqnr(got: Tensor, want: Tensor) -> float:
     """Signal to noise in decibels."""
-    noise = (got.double() - want.double()).square().sum()
-    return float(10 * torch.log10(want.double().square().sum() / noise))
+    got, want = got.detach().double(), want.detach().double()
+    return float(10 * torch.log10(want.square().sum() / (got - want).square().sum()))
 
 
 class PlainCache:

@@ -10,6 +10,7 @@ import torch
 from attention_cases import Mask, PlainCache, attention64, sqnr, table
 from formats import assert_same_bytes
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import qtensor
 from qtensor import debug, recipes
@@ -303,7 +304,7 @@ def test_recordings_conversions_and_microbatches_reach_the_layers():
     with debug.record(model) as log:
         model(x).sum().backward()
     recorded = {record.layer for record in log.records}
-    attention = {f"0.self_attention.{part}" for part in ("query", "key", "value", "proj")}
+    attention = {f"0.self_attention.{part}" for part in ("layernorm_query", "key", "value", "proj")}
     assert recorded == attention | {f"0.layernorm_mlp.fc{i}_weight" for i in (1, 2)}
     first = layer(x, is_first_microbatch=True)
     assert torch.equal(layer(x, is_first_microbatch=False), first)
@@ -318,7 +319,7 @@ def test_compiled_code_has_one_graph_for_all_sizes(kind, fused, recipe, backend)
     """The softmax of inductor may differ in the last bit, which moves few codes."""
     module = make(kind, fuse_qkv_params=fused)
     traced, chosen = copy.deepcopy(module), RECIPES[recipe]()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    counter = CompileCounterWithBackend(backend)
     call = torch.compile(traced, backend=counter, fullgraph=True, dynamic=True)
     rope = qtensor.RotaryPositionEmbedding(SIZE)
     for number, length in enumerate((24, 40, 57)):
