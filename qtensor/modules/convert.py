@@ -126,7 +126,7 @@ def convert_(
             note = "was converted; recipe set"
         else:
             note = "sharded; the same object with another class" if held else ""
-            swap = become_quantized if held else quantized_layer
+            swap: Callable[..., Any] = become_quantized if held else quantized_layer
             if isinstance(module, nn.MultiheadAttention):
                 note, swap = "with its out_proj", quantized_attention
             new = swap(module, places[0].name, recipe)

@@ -35,8 +35,10 @@ def attention_obstacle(module: Any, held: bool) -> str:
     return ""
 
 
-def _fresh(embed_dim: int, num_heads: int, *options: Any) -> nn.MultiheadAttention:
-    return nn.MultiheadAttention(embed_dim, num_heads, *options, device="meta")
+def _fresh(
+    embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True
+) -> nn.MultiheadAttention:
+    return nn.MultiheadAttention(embed_dim, num_heads, dropout, bias, device="meta")
 
 
 def attention_weights(module: Any, name: str) -> list[Weight]:

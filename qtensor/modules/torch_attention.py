@@ -28,7 +28,7 @@ from qtensor.recipes import Recipe
 _NAMES = ("in_proj_weight", "in_proj_bias")
 
 
-class TorchMultiheadAttention(LinearModule, nn.MultiheadAttention):
+class TorchMultiheadAttention(LinearModule, nn.MultiheadAttention):  # type: ignore[misc]
     """``nn.MultiheadAttention`` whose projections follow recipes; ``qtensor.convert_`` makes it.
 
     Parameters, their names, and the arguments of the constructor and of ``forward`` are torch's.
@@ -75,12 +75,12 @@ class TorchMultiheadAttention(LinearModule, nn.MultiheadAttention):
         self.bias_k = self.bias_v = None
         prefix = f"{name}." if name else ""
         self._options = LinearOptions("linear", f"{prefix}in_proj")
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_layer(_NAMES, self._options, (3 * embed_dim, embed_dim), bias, factory)
         for part in ("q", "k", "v"):
             self.register_parameter(f"{part}_proj_weight", None)
-        inner = {"recipe": recipe, "name": f"{prefix}out_proj", **factory}
-        self.out_proj: Any = Linear(embed_dim, embed_dim, bias, **inner)
+        name = f"{prefix}out_proj"
+        self.out_proj: Any = Linear(embed_dim, embed_dim, bias, **factory, recipe=recipe, name=name)
         if not self.in_proj_weight.is_meta:
             self.reset_parameters()
 
@@ -196,15 +196,15 @@ class TorchMultiheadAttention(LinearModule, nn.MultiheadAttention):
         (batch, heads, queries, size), keys = q.shape, k.shape[2]
         masks = []
         if padding is not None:
-            rule = f"key_padding_mask must be ({batch}, {keys})"
-            fits = tuple(padding.shape) == (batch, keys)
-            check(fits, self.label, rule, tuple(padding.shape), "Fix the mask")
+            if tuple(padding.shape) != (batch, keys):
+                rule = f"key_padding_mask must be ({batch}, {keys})"
+                fail(self.label, rule, tuple(padding.shape), "Fix the mask")
             masks.append(padding[:, None, None])
         if attn_mask is not None:
-            shape = tuple(attn_mask.shape)
-            rule = f"attn_mask must be ({queries}, {keys}) or ({batch * heads}, {queries}, {keys})"
-            fits = shape in ((queries, keys), (batch * heads, queries, keys))
-            check(fits, self.label, rule, shape, "Fix the mask")
+            shape, every = tuple(attn_mask.shape), (batch * heads, queries, keys)
+            if shape not in (every, every[1:]):
+                rule = f"attn_mask must be {every[1:]} or {every}"
+                fail(self.label, rule, shape, "Fix the mask")
             three = attn_mask.ndim == 3
             masks.append(attn_mask.unflatten(0, (batch, heads)) if three else attn_mask)
         seen = bias = None

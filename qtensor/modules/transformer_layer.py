@@ -127,7 +127,7 @@ class TransformerLayer(nn.Module):
         }
         common = {**options, **norm, **split, "bias": bias, "recipe": recipe}
         post = apply_residual_connection_post_layernorm
-        heads = {
+        heads: dict[str, Any] = {
             **common,
             "num_gqa_groups": num_gqa_groups,
             "return_layernorm_output": post,
@@ -139,26 +139,38 @@ class TransformerLayer(nn.Module):
             "qk_norm_eps": qk_norm_eps,
             "qk_norm_before_rope": qk_norm_before_rope,
         }
-        first: tuple[Any, ...] = (hidden_size, num_attention_heads, kv_channels, attention_dropout)
-        first += (layernorm_epsilon, init_method, output_layer_init_method, layer_number)
-        self.self_attention = MultiheadAttention(
-            *first,
-            *(self_attn_mask_type, window_size, bottom_right_diagonal),
-            **heads,
-            input_layernorm=not output_layernorm,
-            name=self._inner("self_attention"),
-        )
+        heads |= {
+            "attention_dropout": attention_dropout,
+            "kv_channels": kv_channels,
+            "layernorm_epsilon": layernorm_epsilon,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "layer_number": layer_number,
+        }
+        own: dict[str, Any] = {
+            "input_layernorm": not output_layernorm,
+            "attn_mask_type": self_attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "name": self._inner("self_attention"),
+        }
+        self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, **heads, **own)
         if layer_type == "decoder":
+            own = {
+                "input_layernorm": True,
+                "attention_type": "cross",
+                "attn_mask_type": enc_dec_attn_mask_type,
+                "window_size": enc_dec_window_size,
+                "bottom_right_diagonal": enc_dec_bottom_right_diagonal,
+                "name": self._inner("inter_attention"),
+            }
             self.inter_attention = MultiheadAttention(
-                *first,
-                *(enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal),
-                **heads,
-                input_layernorm=True,
-                attention_type="cross",
-                name=self._inner("inter_attention"),
+                hidden_size, num_attention_heads, **heads, **own
             )
         self.layernorm_mlp = LayerNormMLP(
-            *(hidden_size, ffn_hidden_size, layernorm_epsilon),
+            hidden_size,
+            ffn_hidden_size,
+            layernorm_epsilon,
             **common,
             activation=activation,
             activation_params=activation_params,
@@ -172,8 +184,8 @@ class TransformerLayer(nn.Module):
             mode = "column" if set_parallel_mode else None
             split_of = make_parallel(self.label, tp_group, mode, sequence_parallel)
             factory = {"device": like.device, "dtype": like.dtype}
-            own = (hidden_size, normalization, layernorm_epsilon, zero_centered_gamma, factory)
-            self.layernorm = Norm(*own, split_of)
+            sizes = (hidden_size, normalization, layernorm_epsilon)
+            self.layernorm = Norm(*sizes, zero_centered_gamma, factory, split_of)
 
     @property
     def label(self) -> str:

@@ -34,6 +34,7 @@ def check_heads(label: str, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) ->
     Raises:
         QTensorError: the message names what does not fit.
     """
+    # Sizes are not formatted before a check fails: compiled code would specialize on them.
     for name, t in (("query_layer", q), ("key_layer", k), ("value_layer", v)):
         if not isinstance(t, Tensor):
             fail(label, f"{name} must be a tensor", type(t).__name__, "Pass one", ArgumentTypeError)
@@ -44,17 +45,17 @@ def check_heads(label: str, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) ->
         fits = dtype in _FLOATING and t.dtype is q.dtype
         check(fits, label, rule, dtype, "Convert it", DtypeError)
     rule = "queries and keys must have one head size"
-    check(q.shape[-1] == k.shape[-1], label, rule, f"{q.shape[-1]} and {k.shape[-1]}", "Fix it")
+    check(q.shape[-1] == k.shape[-1], label, rule, (q.shape[-1], k.shape[-1]), "Fix it")
     rule = "keys and values must have the same tokens and heads"
-    got = f"{tuple(k.shape)} and {tuple(v.shape)}"
+    got = (tuple(k.shape), tuple(v.shape))
     check(k.shape[:-1] == v.shape[:-1], label, rule, got, "Fix one of them")
     rule = "the heads of the queries must be a multiple of those of the keys"
-    got = f"{q.shape[-2]} and {k.shape[-2]}"
+    got = (q.shape[-2], k.shape[-2])
     check(q.shape[-2] % k.shape[-2] == 0, label, rule, got, "Fix one of them")
     if qkv_format != "thd":
         batch = 1 - sequence_dim(qkv_format)
         rule = "queries and keys must have the same batch"
-        got = f"{q.shape[batch]} and {k.shape[batch]}"
+        got = (q.shape[batch], k.shape[batch])
         check(q.shape[batch] == k.shape[batch], label, rule, got, "Fix one of them")
 
 

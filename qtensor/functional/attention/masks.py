@@ -117,7 +117,7 @@ def check_cumulative(label: str, name: str, cu_seqlens: Tensor) -> None:
     """Refuse sums of lengths that are not (B + 1,) integers."""
     integer = not (cu_seqlens.is_floating_point() or cu_seqlens.dtype is torch.bool)
     rule = f"{name} must be (batch size + 1,) integers, the sums of the lengths, from 0 on"
-    got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+    got = (cu_seqlens.dtype, tuple(cu_seqlens.shape))
     check(cu_seqlens.ndim == 1 and integer, label, rule, got, "Pass such a tensor")
 
 
@@ -151,11 +151,11 @@ def padding_lengths(
     pair = (masks, masks) if isinstance(masks, Tensor) else masks
     real = []
     for mask, size in zip(pair, sizes, strict=True):
-        rule = f"attention_mask of padding must be bool, (batch size, 1, 1, {size})"
         fits = mask.dtype is torch.bool and mask.ndim == 4 and mask.shape[-1] == size
-        got = f"{mask.dtype} {tuple(mask.shape)}"
-        fix = "Pass one for queries and keys, or a tuple of two; True hides a token"
-        check(fits and mask.shape[1] == mask.shape[2] == 1, label, rule, got, fix)
+        if not (fits and mask.shape[1] == mask.shape[2] == 1):
+            rule = f"attention_mask of padding must be bool, (batch size, 1, 1, {size})"
+            fix = "Pass one for queries and keys, or a tuple of two; True hides a token"
+            fail(label, rule, (mask.dtype, tuple(mask.shape)), fix)
         real.append(~mask[:, 0, 0])
     return Lengths(real[0].sum(1), real[1].sum(1), *real)
 

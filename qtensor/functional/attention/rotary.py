@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qtensor.core.errors import check
+from qtensor.core.errors import fail
 
 Embedding = Tensor | tuple[Tensor, Tensor]
 """Angles (S, 1, 1, R) of queries and keys, or two such tensors."""
@@ -39,11 +39,12 @@ def rotate(t: Tensor, embedding: Tensor, sequence_dim: int, interleaved: bool = 
         QTensorError: the angles do not fit ``t``.
     """
     count, size = t.shape[sequence_dim], embedding.shape[-1]
-    rule = f"rotary_pos_emb must be ({count} or more, 1, 1, an even number up to {t.shape[-1]})"
     fits = embedding.ndim == 4 and embedding.shape[2] == 1 and embedding.shape[0] >= count
-    fits = fits and size <= t.shape[-1] and size % 2 == 0
-    got, fix = tuple(embedding.shape), "Pass that of qtensor.RotaryPositionEmbedding"
-    check(fits, "rotary_pos_emb", rule, got, fix)
+    if not (fits and size <= t.shape[-1] and size % 2 == 0):
+        # Not before: compiled code would specialize on sizes that it formats.
+        rule = f"rotary_pos_emb must be ({count} or more, 1, 1, an even number up to {t.shape[-1]})"
+        fix = "Pass that of qtensor.RotaryPositionEmbedding"
+        fail("rotary_pos_emb", rule, tuple(embedding.shape), fix)
     turn = embedding[:count].float()
     if t.ndim == 3:
         turn = turn[:, 0]
