@@ -75,7 +75,8 @@ class DotProductAttention(QuantizedModule):
     All factors come from the tensors themselves: Transformer Engine has factors of earlier steps
     for P and dS under ``Float8CurrentScaling``, and for all under ``DelayedScaling``, since its
     fused kernel needs them before it has the values. And P and dS in MXFP8 have a factor per 32
-    values here; the kernel that it calls decides this by itself.
+    values here, while cuDNN's kernel decides this by itself, and takes sum(dO O) from O and dO in
+    16 bits where the gradient of the softmax here takes sum(dP P).
 
     Products are summed in float32, and scores, softmax and its gradient are float32. The derivative
     of quantization counts as 1 (straight-through): backward differentiates the products of the
