@@ -38,10 +38,14 @@ if TYPE_CHECKING:
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
     from qtensor.modules.convert import convert_, revert_
+    from qtensor.modules.dot_product_attention import DotProductAttention
     from qtensor.modules.grouped_linear import GroupedLinear
     from qtensor.modules.layernorm_linear import LayerNormLinear
     from qtensor.modules.layernorm_mlp import LayerNormMLP
     from qtensor.modules.linear import Linear
+    from qtensor.modules.multihead_attention import MultiheadAttention
+    from qtensor.modules.rotary import RotaryPositionEmbedding
+    from qtensor.modules.transformer_layer import TransformerLayer
     from qtensor.quantizers.delayed import (
         delayed_scaling_state,
         delayed_scaling_update,
@@ -54,6 +58,7 @@ __all__ = [
     "ArgumentTypeError",
     "BlockError",
     "Conversion",
+    "DotProductAttention",
     "DtypeError",
     "ErrorReport",
     "Float8BlockQuantizer",
@@ -78,6 +83,7 @@ __all__ = [
     "MXFP8Tensor",
     "MXFP8TensorStorage",
     "ModelReport",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
@@ -85,9 +91,11 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "RotaryPositionEmbedding",
     "Rounding",
     "SearchResult",
     "TensorProto",
+    "TransformerLayer",
     "UnsupportedError",
     "__version__",
     "autocast",
@@ -134,12 +142,16 @@ del _name
 _LAZY = {
     "BlockError": "qtensor.debug.error_report",
     "Conversion": "qtensor.modules.conversion",
+    "DotProductAttention": "qtensor.modules.dot_product_attention",
     "ErrorReport": "qtensor.debug.error_report",
     "GroupedLinear": "qtensor.modules.grouped_linear",
     "LayerNormLinear": "qtensor.modules.layernorm_linear",
     "LayerNormMLP": "qtensor.modules.layernorm_mlp",
     "Linear": "qtensor.modules.linear",
     "ModelReport": "qtensor.reporting",
+    "MultiheadAttention": "qtensor.modules.multihead_attention",
+    "RotaryPositionEmbedding": "qtensor.modules.rotary",
+    "TransformerLayer": "qtensor.modules.transformer_layer",
     "autocast": "qtensor.autocasting",
     "checkpoint": "qtensor.functional.checkpoint",
     "checkpoints": "qtensor.checkpoints",

@@ -107,10 +107,10 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
             inside |= set(module.modules())
             yield from _operation_layers(name, module, module)
         elif isinstance(module, QuantizedModule):
-            inside |= set(module.modules())
             grouped = isinstance(module, GroupedLinear)
             names = _weights_of(module) if grouped else tuple(module._states)
-            yield Layer(name, module, names, "module")
+            if names:
+                yield Layer(name, module, names, "module")
         else:
             own = dict(module.named_parameters(recurse=False))
             quantized = [n for n, p in own.items() if isinstance(p, QuantizedTensorStorage)]

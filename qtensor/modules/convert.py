@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from qtensor.core.dtensors import is_dtensor
 from qtensor.core.errors import ArgumentTypeError, QTensorError, fail
 from qtensor.functional.linear.layer_plan import alignment, weight_canonical
 from qtensor.modules.conversion import Conversion, LayerReport
-from qtensor.modules.in_place import is_held, plain_class, with_base
+from qtensor.modules.convert_attention import (
+    attention_obstacle,
+    attention_weights,
+    avoid_nested_tensors,
+    parts_of,
+    plain_attention,
+    quantized_attention,
+    without_inner,
+)
+from qtensor.modules.in_place import is_held, plain_class
 from qtensor.modules.linear import Linear
 from qtensor.modules.parameters import FLOATING, stored_canonical
 from qtensor.modules.quantized_module import QuantizedModule
-from qtensor.modules.state import LinearState
+from qtensor.modules.swap import (
+    Place,
+    Weight,
+    become_plain,
+    become_quantized,
+    fields_of,
+    plain_layer,
+    put,
+    quantized_layer,
+    store_quantized,
+)
+from qtensor.modules.torch_attention import TorchMultiheadAttention
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe, role_quantizers
-from qtensor.storage.base import QuantizedTensorStorage
 
 Filter = Callable[[nn.Module, str], bool]
 Owners = dict[Tensor, list[tuple[nn.Module, str]]]
 
 _FEATURES = {"in_features", "out_features"}
-_INITIAL = "_high_precision_init_val"
-
-
-class Place(NamedTuple):
-    """A position in a model: ``parent._modules[key]``, and the path from the root."""
-
-    parent: nn.Module
-    key: str
-    name: str
 
 
 class Request(NamedTuple):
@@ -56,15 +62,6 @@ class Request(NamedTuple):
         return role_quantizers(self.key, kind, name) if self.key else {}
 
 
-class Weight(NamedTuple):
-    """A weight of a layer: the attribute, the parameter, and the layer's kind and name."""
-
-    attribute: str
-    parameter: Any
-    kind: str
-    name: str
-
-
 def convert_(
     model: nn.Module,
     recipe: Recipe | None,
@@ -73,6 +70,10 @@ def convert_(
     quantized_params: bool = False,
 ) -> Conversion:
     """Swap the ``nn.Linear`` layers inside a model for ``qtensor.Linear``, in place.
+
+    An ``nn.MultiheadAttention`` becomes a subclass of it whose projections and, under a recipe with
+    ``fp8_dpa``, attention are those of qtensor; parameters keep their names. So does the one inside
+    an ``nn.TransformerEncoderLayer``, whose own code stays.
 
     A new layer holds the same ``Parameter`` objects as the old one, so that optimizers, tied
     weights and checkpoints stay valid. Hooks, the training mode and other attributes are kept too.
@@ -99,7 +100,7 @@ def convert_(
         QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place;
             ``quantized_params`` without a recipe; arguments of another type.
     """
-    _check_root("convert_", model, nn.Linear)
+    _check_root("convert_", model, (nn.Linear, nn.MultiheadAttention))
     if not (recipe is None or isinstance(recipe, Recipe)):
         fix = "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()"
         fail("convert_", "recipe must be a recipe object", repr(recipe), fix, ArgumentTypeError)
@@ -110,10 +111,11 @@ def convert_(
         rule = "quantized_params needs a recipe, which says how weights are quantized"
         fail("convert_", rule, "none", "Pass recipe=")
     request = Request(recipe, filter_fn, quantized_params)
-    layers = _find(model, (nn.Linear, QuantizedModule))
+    layers = _find(model, (nn.Linear, nn.MultiheadAttention, QuantizedModule))
     owners = _owners(model)
     held = is_held(model)
     obstacles = {m: _convert_obstacle(m, p, request, owners, held) for m, p in layers.items()}
+    without_inner(layers, obstacles, nn.MultiheadAttention)
     swapped, skipped = [], []
     for module, places in layers.items():
         if obstacles[module]:
@@ -124,16 +126,23 @@ def convert_(
             note = "was converted; recipe set"
         else:
             note = "sharded; the same object with another class" if held else ""
-            swap = _become_quantized if held else _quantized_layer
+            swap: Callable[..., Any] = become_quantized if held else quantized_layer
+            if isinstance(module, nn.MultiheadAttention):
+                note, swap = "with its out_proj", quantized_attention
             new = swap(module, places[0].name, recipe)
-            _put(places, new)
+            put(places, new)
             module = new
-        stored = [w for w in _weights_of(module, module.name) if _is_to_be_stored(w, request)]
+        stored = []
+        for layer in parts_of(module):
+            own = [w for w in _weights_of(layer, layer.name) if _is_to_be_stored(w, request)]
+            if own:
+                store_quantized(layer, own)
+            stored += own
         if stored:
-            _store_quantized(module, stored)
             count = "weight" if len(stored) == 1 else f"{len(stored)} weights"
             note = f"{note}; {count} quantized".removeprefix("; ")
         swapped.append(_report(module, places, note))
+    avoid_nested_tensors(model)
     title = f"convert_ to {'qtensor.autocast' if recipe is None else type(recipe).__name__}"
     return Conversion(title, tuple(swapped), tuple(skipped))
 
@@ -156,20 +165,22 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
     Raises:
         QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place.
     """
-    _check_root("revert_", model, Linear)
+    _check_root("revert_", model, (Linear, TorchMultiheadAttention))
     layers = _find(model, QuantizedModule)
     owners = _owners(model)
     held = is_held(model)
     obstacles = {m: _revert_obstacle(m, p, filter_fn, owners, held) for m, p in layers.items()}
+    without_inner(layers, obstacles, TorchMultiheadAttention)
     swapped, skipped = [], []
     plain: dict[Any, nn.Parameter] = {}
     for module, places in layers.items():
         if obstacles[module]:
             skipped.append(_report(module, places, obstacles[module]))
             continue
-        stored = module._stored["weight"]
-        new = _become_plain(module) if held else _plain_layer(module, plain)
-        _put(places, new)
+        stored = parts_of(module)[-1]._stored["weight"]
+        back = plain_layer if type(module) is Linear else plain_attention
+        new = become_plain(module) if held else back(module, plain)
+        put(places, new)
         note = f"weight dequantized from {stored.partition('(')[0]}" if stored else ""
         swapped.append(_report(new, places, note))
     return Conversion("revert_ to nn.Linear", tuple(swapped), tuple(skipped))
@@ -178,11 +189,12 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
 # ---- the layers of a model
 
 
-def _check_root(op: str, model: object, kind: type[nn.Module]) -> None:
+def _check_root(op: str, model: object, kind: tuple[type[nn.Module], ...]) -> None:
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
         fail(op, rule, type(model).__name__, "Pass one", ArgumentTypeError)
-    if isinstance(model, kind) and not (kind is nn.Linear and isinstance(model, QuantizedModule)):
+    ours = op == "convert_" and isinstance(model, QuantizedModule)
+    if isinstance(model, kind) and not ours:
         rule = "layers are swapped inside of their parent, and the root has none"
         fix = "Pass the module that holds it, or wrap it: holder = nn.Sequential(layer)"
         fail(op, rule, f"a bare {type(model).__name__}", f"{fix}; its new layer is holder[0]")
@@ -226,6 +238,8 @@ def _report(module: nn.Module, places: list[Place], note: str) -> LayerReport:
     if len(names) > 1:
         note = f"{note}; also {', '.join(names[1:])}".removeprefix("; ")
     sizes = (getattr(module, "in_features", "?"), getattr(module, "out_features", "?"))
+    if isinstance(module, nn.MultiheadAttention):
+        sizes = (module.embed_dim, 3 * module.embed_dim)
     return LayerReport(names[0], f"{sizes[0]} -> {sizes[1]}", note)
 
 
@@ -244,8 +258,11 @@ def _convert_obstacle(
     """Return the reason for which ``convert_`` skips a layer; "" if it converts the layer."""
     if filtered := _filtered(module, places, request.filter_fn):
         return filtered
-    if not isinstance(module, QuantizedModule) and (obstacle := _plain_obstacle(module)):
-        return obstacle
+    if not isinstance(module, QuantizedModule):
+        is_attention = isinstance(module, nn.MultiheadAttention)
+        obstacle = attention_obstacle(module, held) if is_attention else _plain_obstacle(module)
+        if obstacle:
+            return obstacle
     weights = _weights_of(module, places[0].name)
     for weight in weights:
         if obstacle := _weight_obstacle(weight, request):
@@ -263,6 +280,8 @@ def _convert_obstacle(
 def _weights_of(module: Any, name: str) -> list[Weight]:
     """Return the weights of a linear layer; ``name`` is for a layer of torch, which has none."""
     if not isinstance(module, QuantizedModule):
+        if isinstance(module, nn.MultiheadAttention):
+            return attention_weights(module, name)
         return [Weight("weight", module.weight, "linear", name)]
     found = []
     for state in module._states:
@@ -282,7 +301,7 @@ def _plain_obstacle(module: Any) -> str:
         return f"its parameters are {', '.join(values['_parameters'])}, not weight and bias"
     if "forward" in values or values.get("_compiled_call_impl") is not None:
         return "its forward was replaced or compiled on the layer itself"
-    if taken := sorted(values.keys() & _fields_of(Linear) - _FEATURES):
+    if taken := sorted(values.keys() & fields_of(Linear) - _FEATURES):
         return f"qtensor.Linear has attributes of the same name: {', '.join(taken)}"
     if tuple(module.weight.shape) != (module.out_features, module.in_features):
         return f"its weight is of shape {tuple(module.weight.shape)}"
@@ -322,7 +341,8 @@ def _is_to_be_stored(weight: Weight, request: Request) -> bool:
 
 def _tie_obstacle(module: nn.Module, weight: Tensor, owners: Owners) -> str:
     """Return the reason for which a weight cannot be replaced by a quantized one, or ""."""
-    others = [name for owner, name in owners[weight] if owner is not module]
+    own = parts_of(module)
+    others = [name for owner, name in owners[weight] if owner not in own]
     if others:
         return f"its weight is tied to {', '.join(others)} and cannot be stored quantized"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
@@ -336,8 +356,10 @@ def _revert_obstacle(
     """Return the reason for which ``revert_`` skips a layer; "" if it reverts the layer."""
     if filtered := _filtered(module, places, filter_fn):
         return filtered
-    if plain_class(module) is not Linear:
+    if plain_class(module) not in (Linear, TorchMultiheadAttention):
         return f"{type(module).__name__} has no counterpart in torch.nn"
+    if isinstance(module, TorchMultiheadAttention):
+        return "it is sharded" if held else ""
     options = module._options
     asked = {
         "parallel_mode": options.parallel is not None,
@@ -357,121 +379,3 @@ def _revert_obstacle(
         if foreign:
             return f"its quantized weight is tied to {', '.join(foreign)}"
     return ""
-
-
-# ---- the swap
-
-
-@functools.cache
-def _fields_of(kind: Callable[..., nn.Module]) -> frozenset[str]:
-    """Return the attributes that a layer's constructor adds to a plain ``nn.Module``."""
-    return frozenset(vars(kind(1, 1, device="meta"))) - frozenset(vars(nn.Module()))
-
-
-def _quantized_layer(old: nn.Linear, name: str, recipe: Recipe | None) -> Linear:
-    rows, columns = old.weight.shape
-    # On "meta" nothing is allocated, initialised or drawn from a generator.
-    new = Linear(columns, rows, old.bias is not None, "meta", recipe=recipe, name=name)
-    _carry_over(old, new)
-    new.weight, new.bias = old.weight, old.bias
-    new.quantized_params = isinstance(old.weight, QuantizedTensorStorage)
-    return new
-
-
-def _become_quantized(old: Any, name: str, recipe: Recipe | None) -> Linear:
-    """Turn a sharded ``nn.Linear`` into a ``Linear``, and return it."""
-    rows, columns = old.weight.shape
-    made = vars(Linear(columns, rows, old.bias is not None, "meta", recipe=recipe, name=name))
-    for key in _fields_of(Linear) - _fields_of(nn.Linear):
-        vars(old)[key] = made[key]
-    old._states, old._stored = {}, {"weight": "", "bias": ""}
-    old.__class__ = with_base(type(old), nn.Linear, Linear)
-    old._own_state("weight", LinearState(old.weight.device))
-    return old
-
-
-def _become_plain(old: nn.Module) -> nn.Module:
-    """Turn a sharded ``Linear`` back into an ``nn.Linear``, and return it."""
-    old.__class__ = with_base(type(old), Linear, nn.Linear)
-    for key in _fields_of(Linear) - _fields_of(nn.Linear):
-        del vars(old)[key]
-    return old
-
-
-def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:
-    """Return an ``nn.Linear`` with the parameters of ``old``.
-
-    ``plain`` maps each quantized weight to its plain successor, so that tied weights stay tied.
-    """
-    new = nn.Linear(old.in_features, old.out_features, old.bias is not None, "meta")
-    _carry_over(old, new)
-    weight: Any = old.weight
-    if isinstance(weight, QuantizedTensorStorage):
-        if weight not in plain:
-            with torch.no_grad():
-                plain[weight] = _successor(weight, weight.dequantize())
-        weight = plain[weight]
-    new.weight, new.bias = weight, old.bias
-    return new
-
-
-def _store_quantized(layer: QuantizedModule, weights: list[Weight]) -> None:
-    """Replace weights of a layer by quantized ones, unless they have no data (meta)."""
-    layer.quantized_params = True
-    options: dict[Any, Any] = {}
-    for state in layer._states:
-        options.update(dict.fromkeys(layer._weights(state), layer._layer_options(state)))
-    made: dict[Any, nn.Parameter] = {}
-    for weight in weights:
-        old = weight.parameter
-        if old.is_meta:
-            continue
-        if old not in made:
-            values = layer._quantized_parameter(old.detach(), options[old])
-            made[old] = _successor(old, values)
-        setattr(layer, weight.attribute, made[old])
-
-
-def _successor(old: Any, values: Tensor) -> nn.Parameter:
-    """Return a parameter with new values and with the gradient and attributes of ``old``."""
-    new = nn.Parameter(values, requires_grad=old.requires_grad)
-    own = {*vars(old.detach()), *vars(new), "_is_param", _INITIAL}
-    for key, value in vars(old).items():
-        if key not in own:
-            setattr(new, key, value)
-    new.grad = old.grad
-    return new
-
-
-def _carry_over(old: nn.Module, new: nn.Module) -> None:
-    """Copy attributes and hooks from ``old`` to ``new``, but not what their constructors set.
-
-    Both modules share the dicts of hooks, so that a handle that a caller holds removes its hook.
-    """
-    kinds: tuple[Any, Any] = (type(old), type(new))
-    own = {"_parameters", *_fields_of(kinds[0]), *_fields_of(kinds[1])}
-    for key, value in vars(old).items():
-        if key not in own:
-            vars(new)[key] = value
-    hooks: Any = new._load_state_dict_pre_hooks
-    for hook in hooks.values():
-        if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(new)
-
-
-def _put(places: list[Place], new: nn.Module) -> None:
-    for place in places:
-        setattr(place.parent, place.key, new)
-        if isinstance(place.parent, nn.TransformerEncoderLayer):
-            _set_fast_path(place.parent)
-
-
-def _set_fast_path(layer: nn.TransformerEncoderLayer) -> None:
-    """Set torch's code for the activation; 0 keeps evaluation from bypassing the layers."""
-    activation, code = layer.activation, 0
-    if type(layer.linear1) is nn.Linear and type(layer.linear2) is nn.Linear:
-        if activation is functional.relu or isinstance(activation, nn.ReLU):
-            code = 1
-        elif activation is functional.gelu or isinstance(activation, nn.GELU):
-            code = 2
-    layer.activation_relu_or_gelu = code

@@ -60,6 +60,7 @@ class LayerNormMLP(Normed, LinearModule):
         return_bias: do not add the bias of fc2, and return it.
         zero_centered_gamma: store the norm's weight minus 1.
         device, params_dtype, dtype, recipe, init_method: see ``Linear``.
+        output_layer_init_method: ``init_method`` of fc2; that of fc1 if None.
         quantized_params, fuse_wgrad_accumulation, delay_wgrad_compute: for both weights, see
             ``Linear``.
         name: shown in error messages. The roles of recipes have ``name.fc1`` and ``name.fc2``.
@@ -92,6 +93,7 @@ class LayerNormMLP(Normed, LinearModule):
         recipe: Recipe | None = None,
         name: str = "",
         init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
         quantized_params: bool = False,
         set_parallel_mode: bool = False,
         tp_group: dist.ProcessGroup | None = None,
@@ -104,6 +106,7 @@ class LayerNormMLP(Normed, LinearModule):
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self._set_norm(self.label, normalization, eps, zero_centered_gamma)
         self.activation, self.init_method = activation, init_method
+        self.output_layer_init_method = output_layer_init_method or init_method
         self._activation_kind = activation_kind(self.label, activation, activation_params)
         self.recompute_activation, self.return_bias = recompute_activation, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -134,7 +137,8 @@ class LayerNormMLP(Normed, LinearModule):
         self._reset_norm(self._fc1_options.parallel)
         hidden, ffn, halves = self.hidden_size, self.ffn_hidden_size, self._halves
         self._reset_parameters(_FC1, (halves * ffn, hidden), self._fc1_options, halves)
-        self._reset_parameters(_FC2, (hidden, ffn), self._fc2_options)
+        draw = self.output_layer_init_method
+        self._reset_parameters(_FC2, (hidden, ffn), self._fc2_options, init_method=draw)
 
     @property
     def _halves(self) -> int:

@@ -40,8 +40,9 @@ class QuantizedModule(nn.Module):
     """
 
     def __init__(self, recipe: Recipe | None = None, name: str = "") -> None:
-        # The constructor of ``torch.nn.Linear`` would create parameters, so it is skipped.
-        skipped: Any = nn.Linear if isinstance(self, nn.Linear) else QuantizedModule
+        # The constructors of torch's layers would create parameters, so they are skipped.
+        layers = (nn.Linear, nn.MultiheadAttention)
+        skipped: Any = next((kind for kind in layers if isinstance(self, kind)), QuantizedModule)
         super(skipped, self).__init__()
         self._stored: dict[str, str] = {}
         self._states: dict[str, LinearState] = {}
@@ -178,16 +179,23 @@ class QuantizedModule(nn.Module):
         self.register_parameter(bias, values)
 
     def _reset_parameters(
-        self, names: tuple[str, str], shape: Shape, options: LinearOptions, halves: int = 1
+        self,
+        names: tuple[str, str],
+        shape: Shape,
+        options: LinearOptions,
+        halves: int = 1,
+        init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
         """Initialise a weight and a bias as ``torch.nn.Linear`` does, or by ``init_method``.
+
+        Without ``init_method`` the one of the module counts.
 
         Each rank of a split layer draws the whole layer, of ``shape`` (N, K), and takes its part of
         each of ``halves``. If it drew its part alone, ranks with equal seeds would have equal
         parts, and ranks with different seeds would have different biases in a row layer.
         """
         weight, bias = (getattr(self, name) for name in names)
-        values = initial_weight(shape, weight, self.init_method)
+        values = initial_weight(shape, weight, init_method or self.init_method)
         if bias is not None:
             drawn = initial_bias(shape[0], shape[1], bias)
             set_values(bias, own_part(drawn, bias.shape, self._rank, halves))

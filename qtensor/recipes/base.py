@@ -24,11 +24,22 @@ from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
 
-TensorRole = Literal["input", "weight", "grad_output", "output", "grad_input"]
+TensorRole = Literal[
+    "input",
+    "weight",
+    "grad_output",
+    "output",
+    "grad_input",
+    "qkv",
+    "probabilities",
+    "grad_scores",
+]
 TENSOR_ROLES: tuple[str, ...] = get_args(TensorRole)
 """The tensors that a recipe has quantizers for.
 
-``output`` and ``grad_input`` are results, which are quantized only on request.
+``output`` and ``grad_input`` are results, which are quantized only on request. The last three, and
+``grad_output`` of the module "attention", are the operands of attention: queries, keys and values;
+the result of the softmax; and the gradient of the scores.
 """
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 
@@ -47,8 +58,8 @@ class Role:
     """One tensor of one module, for which a recipe chooses a quantizer.
 
     Attributes:
-        tensor: "input", "weight", "grad_output", "output" or "grad_input".
-        module: "linear" or "grouped_linear".
+        tensor: one of ``TENSOR_ROLES``.
+        module: "linear", "grouped_linear" or "attention".
         name: the module's name; "" if it has none.
     """
 
@@ -133,16 +144,20 @@ class Recipe:
         overrides: replacements of the recipe's own choices, by tensor role: a quantizer, a format
             id, a dict of options that differ, or None for high precision. Read-only: assign a new
             dict to change it.
+        fp8_dpa: quantize the operands of attention too, in ``DotProductAttention``.
     """
 
     backward_override: str | None = None
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fp8_dpa: bool = False
 
     delayed: ClassVar[bool] = False
     """Whether the recipe needs state between steps."""
     is_fixed: ClassVar[bool] = True
     """Whether the options alone decide the quantizers; then ``validate`` creates all of them."""
-    option_names: ClassVar[tuple[str, ...]] = ("backward_override", "overrides")
+    has_attention: ClassVar[bool] = True
+    """Whether the recipe has quantizers for the operands of attention."""
+    option_names: ClassVar[tuple[str, ...]] = ("backward_override", "overrides", "fp8_dpa")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -230,6 +245,11 @@ class Recipe:
             refuse_value(name, "backward_override", self.backward_override, BACKWARD_OVERRIDES)
         if not isinstance(self.overrides, Mapping):
             refuse_value(name, "overrides", self.overrides, ('a dict such as {"weight": "mxfp8"}',))
+        check_type(self, "fp8_dpa", bool)
+        if self.fp8_dpa and not self.has_attention:
+            rule = "the recipe has no quantizers for attention"
+            fix = "Use a CustomRecipe with fp8_dpa=True, whose factory chooses them"
+            fail(name, rule, "fp8_dpa=True", fix)
         for role in self.overrides:
             if role not in TENSOR_ROLES:
                 refuse_value(name, "a role of overrides", role, TENSOR_ROLES)
@@ -350,7 +370,7 @@ def _elements(recipe: Any) -> tuple[str, str]:
 
 def element(recipe: Any, role: Role) -> str:
     """Return the FP8 element of a role: "e4m3" or "e5m2"."""
-    return _elements(recipe)[role.tensor in ("grad_output", "grad_input")]
+    return _elements(recipe)[role.tensor.startswith("grad_")]
 
 
 @compile_constant

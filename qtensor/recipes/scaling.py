@@ -58,9 +58,12 @@ class DelayedScaling(Recipe):
     delayed: ClassVar[bool] = True
 
     def own_quantizer(self, role: Role) -> Quantizer:
-        """Return delayed scaling for operands; current scaling for results, which have no state."""
+        """Return delayed scaling for the operands of linear layers, which have a state.
+
+        Results and the operands of attention have current scaling.
+        """
         dtype = element(self, role)
-        if role.tensor in ("output", "grad_input"):
+        if role.module == "attention" or role.tensor in ("output", "grad_input"):
             return Float8CurrentScalingQuantizer(dtype=dtype)
         return Float8Quantizer(dtype=dtype)
 
@@ -138,6 +141,8 @@ class Float8BlockScaling(Recipe):
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
 
+    has_attention: ClassVar[bool] = False
+
     def own_quantizer(self, role: Role) -> Quantizer:
         """Return the quantizer of a role, with the blocks that the options give to it."""
         dims = {"weight": self.w_block_scaling_dim, "grad_output": self.grad_block_scaling_dim}
@@ -199,6 +204,8 @@ class NVFP4BlockScaling(Recipe):
     e4m3_max: float = 0.0
     err_mode: str = "mae"
     with_random_sign_mask: bool = True
+
+    has_attention: ClassVar[bool] = False
 
     def own_quantizer(self, role: Role) -> Quantizer:
         """Return the quantizer of a role.

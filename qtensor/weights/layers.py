@@ -152,6 +152,8 @@ def _layers_of(module: nn.Module, name: str) -> dict[str, LinearLayer]:
     if isinstance(module, GroupedLinear):
         weights = tuple([f"weight{i}" for i in range(module.num_gemms)])
         return {name: LinearLayer((module,), weights)}
+    if isinstance(module, QuantizedModule) and not module._states:
+        return {}  # attention, which has no weights
     if isinstance(module, nn.Linear | QuantizedModule):
         return {name: LinearLayer((module,))}
     if is_conv1d(module):

@@ -55,11 +55,13 @@ SHARED: dict[str, tuple[str, ...]] = {
             "test_compile_dynamic.py",
             "test_compile_ops.py",
             "test_grouped_linear_compile.py",
+            "test_multihead_attention.py",
         ),
         ("case", "recipe", "name", "options", "backend"),
     ),
     **dict.fromkeys(
         (
+            "test_attention_ranks.py",
             "test_convert_llama.py",
             "test_dcp.py",
             "test_dtensor_layers.py",

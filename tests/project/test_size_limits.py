@@ -33,6 +33,8 @@ REASONS: dict[str, str] = {
     "qtensor/storage/ops/products.py::gemm": (
         "the public product: two operands and what to do with them, by name"
     ),
+    "qtensor/modules/dot_product_attention.py::DotProductAttention.__init__": _OPTIONS,
+    "qtensor/modules/dot_product_attention.py::DotProductAttention.forward": _OPTIONS,
     "qtensor/modules/grouped_linear.py::GroupedLinear.__init__": _OPTIONS,
     "qtensor/functional/norm.py::NormFunction.forward": (
         "autograd hands over tensors and options flat"
@@ -43,6 +45,11 @@ REASONS: dict[str, str] = {
     "qtensor/modules/layernorm_linear.py::LayerNormLinear.__init__": _OPTIONS,
     "qtensor/modules/layernorm_mlp.py::LayerNormMLP.__init__": _OPTIONS,
     "qtensor/modules/linear.py::LinearBase.__init__": _OPTIONS,
+    "qtensor/modules/multihead_attention.py::MultiheadAttention.__init__": _OPTIONS,
+    "qtensor/modules/torch_attention.py::TorchMultiheadAttention.__init__": _OPTIONS,
+    "qtensor/modules/torch_attention.py::TorchMultiheadAttention.forward": _OPTIONS,
+    "qtensor/modules/transformer_layer.py::TransformerLayer.__init__": _OPTIONS,
+    "qtensor/modules/transformer_layer.py::TransformerLayer.forward": _OPTIONS,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
     "qtensor/storage/rebuild.py::part": "how a view relates to the whole, each fact by its name",
     "qtensor/weights/format_search.py::search": "public; all but two are keyword-only options",

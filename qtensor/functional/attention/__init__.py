@@ -1,0 +1,1 @@
+"""Attention: masks, rotary embedding, packed sequences, and products of quantized operands."""
