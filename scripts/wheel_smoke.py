@@ -1,9 +1,9 @@
 """Check an installed wheel without a compiler, and print what was found as one JSON line.
 
 ``scripts/release.py`` runs this file in bare environments; it also runs by itself, with any Python
-that has torch and an installed wheel. The compiled kernels and C++ ops of the wheel must serve
-everything from the first call on, nothing may be compiled, and all bytes must be those of the
-reference, which runs in a process of its own (the option ``--reference``).
+that has torch and an installed wheel. The compiled kernels and C++ ops of the wheel must serve from
+the first call on, and nothing may be compiled. Layers must have the bytes of the ops in Python, and
+quantized tensors those of the reference, which runs in a process of its own (``--reference``).
 """
 
 from __future__ import annotations
@@ -26,27 +26,39 @@ from qtensor.kernels.cpu import native, prebuilt
 from qtensor.library import native_ops
 
 ROOT = Path(__file__).parents[1]
-STARTS = ("quantize ", "aten ops ", "save and load ")
-COMPILED = ("boundary mxfp8 aot_eager", "Linear MXFP8BlockScaling aot_eager")
-"""Cases that pass through the compiler; this backend needs no C++ compiler."""
+LAYERS = ("Linear ", "boundary mxfp8 ")
+ENDS = (" eager", " aot_eager")
+"""Modes that need no C++ compiler."""
 
 
-def digests() -> dict[str, str]:
-    """Return the digest of every case that needs neither a C++ compiler nor other processes."""
-    warnings.simplefilter("ignore")
+def quantized() -> dict[str, str]:
+    """Return the digests of quantized and decoded tensors of every format."""
+    return {name: digest(case()) for name, case in cases().items() if name.startswith("quantize ")}
+
+
+def layers() -> dict[str, str]:
+    """Return the digests of layers under every recipe, and of products."""
     return {
         name: digest(case())
         for name, case in cases().items()
-        if name.startswith(STARTS) or name.endswith(" eager") or name in COMPILED
+        if name.startswith(LAYERS) and name.endswith(ENDS)
     }
 
 
 def of_the_reference() -> dict[str, str]:
-    """Return the digests of a process without native kernels."""
+    """Return the digests of `quantized` in a process without native kernels."""
     command = [sys.executable, __file__, "--reference"]
     environment = os.environ | {"QTENSOR_NATIVE": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def differences() -> list[str]:
+    """Return the cases that have other bytes than they should."""
+    reference, found = of_the_reference(), layers()
+    with native_ops.left_to_python():
+        reference |= layers()
+    return [name for name, text in (quantized() | found).items() if text != reference[name]]
 
 
 def raises_through_the_op() -> bool:
@@ -75,9 +87,7 @@ def faults(cache: Path) -> tuple[list[str], float]:
         found.append("other C++ ops, or none")
     if not raises_through_the_op():
         found.append("an op does not raise the error of its Python kernel")
-    reference = of_the_reference()
-    wrong = [name for name, text in digests().items() if text != reference[name]]
-    found += [f"other bytes than the reference: {name}" for name in wrong]
+    found += [f"other bytes: {name}" for name in differences()]
     if cache.exists() and any(cache.rglob("*.so")):
         found.append("something was compiled")
     return found, first
@@ -85,8 +95,9 @@ def faults(cache: Path) -> tuple[list[str], float]:
 
 def main() -> int:
     """Run the check and return the exit status: 1 if something is wrong."""
+    warnings.simplefilter("ignore")
     if sys.argv[1:] == ["--reference"]:
-        print(json.dumps(digests()))
+        print(json.dumps(quantized()))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"

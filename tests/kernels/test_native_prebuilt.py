@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 import qtensor
+from qtensor.build.compilers import find_cxx
 from qtensor.core.errors import BuildError
 from qtensor.kernels.cpu import native, prebuilt, sources
 
@@ -137,3 +140,24 @@ def test_the_folder_is_packed() -> None:
     """Where the script writes is what a wheel takes, and nothing lies there in a checkout."""
     assert prebuilt.FOLDER.relative_to(ROOT).as_posix() == "qtensor/kernels/cpu/prebuilt"
     assert '"kernels/cpu/prebuilt/*"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.nightly(reason="it compiles a source of the C++ ops")
+def test_no_handler_where_errors_of_torch_pass(tmp_path: Path) -> None:
+    """A wheel may hold another C++ runtime than torch, and its handlers crash on torch's errors.
+
+    With such a handler in the kernels, ops that zig had compiled ended the process.
+    """
+    (unit,) = [unit for unit in sources.ops_build_spec().units if unit.name == "register"]
+    assembly = tmp_path / "register.s"
+    command = [*find_cxx().command, *unit.flags, "-fPIC", "-S", str(unit.source)]
+    subprocess.run([*command, "-o", str(assembly)], check=True)
+    functions = re.split(r"^\t\.type\t(\S+), @function$", assembly.read_text(), flags=re.MULTILINE)
+    with_handler = {
+        name: ".cfi_lsda" in body
+        for name, body in zip(functions[1::2], functions[2::2], strict=True)
+    }
+    kernels = [name for name in with_handler if "kernel_" in name]
+    assert len(kernels) >= 12
+    assert not any(with_handler[name] for name in kernels)
+    assert any(with_handler[name] for name in with_handler if "serve" in name)

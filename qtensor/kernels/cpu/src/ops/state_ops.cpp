@@ -12,7 +12,7 @@ namespace ops {
 namespace {
 
 constexpr i64 LARGEST_MARGIN = 1000;
-constexpr float LARGEST = std::numeric_limits<float>::max();
+constexpr float LARGEST_FLOAT = std::numeric_limits<float>::max();
 
 // As torch.maximum: a NaN stays.
 float larger(float a, float b) { return a != a || a > b ? a : b; }
@@ -37,7 +37,7 @@ void begin_step(const State& s, bool most_recent, const float* largest, float di
         for (i64 r = 1; r < (most_recent ? 1 : s.length); r++)
             amax = larger(amax, s.history[r * s.columns + i]);
         float scale = ((1.0f / amax) * largest[i]) / divisor;
-        if (std::isinf(scale)) scale = LARGEST;
+        if (std::isinf(scale)) scale = LARGEST_FLOAT;
         if (amax > 0 && std::isfinite(amax)) s.scale[i] = scale;
     }
     // The rows move up by one, the first to the end. Then row 0 becomes empty: a new step begins.
@@ -96,7 +96,7 @@ bool delayed_begin(Arguments& call, Tensors& results) {
     for (const Value word : call.numbers(LARGEST)) {
         double value;
         memcpy(&value, &word, sizeof value);
-        if (!(std::fabs(value) <= LARGEST)) return false;
+        if (!(std::fabs(value) <= LARGEST_FLOAT)) return false;
         largest.push_back(float(value));
     }
     if (i64(largest.size()) != columns) return false;
