@@ -47,7 +47,7 @@ def check_heads(label: str, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) ->
     rule = "queries and keys must have one head size"
     check(q.shape[-1] == k.shape[-1], label, rule, (q.shape[-1], k.shape[-1]), "Fix it")
     rule = "keys and values must have the same tokens and heads"
-    got = (tuple(k.shape), tuple(v.shape))
+    got: tuple[object, object] = (k.shape, v.shape)
     check(k.shape[:-1] == v.shape[:-1], label, rule, got, "Fix one of them")
     rule = "the heads of the queries must be a multiple of those of the keys"
     got = (q.shape[-2], k.shape[-2])
