@@ -28,6 +28,7 @@ from qtensor.storage.mxfp4 import MXFP4Tensor, MXFP4TensorStorage
 from qtensor.storage.mxfp6 import MXFP6Tensor, MXFP6TensorStorage
 from qtensor.storage.mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from qtensor.storage.nvfp4 import NVFP4Tensor, NVFP4TensorStorage
+from qtensor.storage.ops.attention import attention
 from qtensor.storage.ops.products import explain, gemm
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -90,6 +91,7 @@ __all__ = [
     "TensorProto",
     "UnsupportedError",
     "__version__",
+    "attention",
     "autocast",
     "checkpoint",
     "checkpoints",
@@ -118,6 +120,8 @@ __all__ = [
 # Import every module that registers ops, so that a saved program finds its ops.
 for _name in (
     "activation",
+    "attention",
+    "cache",
     "delayed",
     "fused",
     "gradient",

@@ -33,6 +33,9 @@ REASONS: dict[str, str] = {
     "qtensor/storage/ops/products.py::gemm": (
         "the public product: two operands and what to do with them, by name"
     ),
+    "qtensor/storage/ops/attention.py::attention": (
+        "the public attention: three tensors, the others are keyword-only options"
+    ),
     "qtensor/modules/grouped_linear.py::GroupedLinear.__init__": _OPTIONS,
     "qtensor/functional/norm.py::NormFunction.forward": (
         "autograd hands over tensors and options flat"
