@@ -35,6 +35,7 @@ from qtensor.storage.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from qtensor import checkpoints, debug, ops, optim, recipes
     from qtensor.autocasting import autocast
+    from qtensor.caches import KVCache
     from qtensor.debug.error_report import BlockError, ErrorReport, error_report
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
@@ -66,6 +67,7 @@ __all__ = [
     "Float8Tensor",
     "Float8TensorStorage",
     "GroupedLinear",
+    "KVCache",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -140,6 +142,7 @@ _LAZY = {
     "Conversion": "qtensor.modules.conversion",
     "ErrorReport": "qtensor.debug.error_report",
     "GroupedLinear": "qtensor.modules.grouped_linear",
+    "KVCache": "qtensor.caches",
     "LayerNormLinear": "qtensor.modules.layernorm_linear",
     "LayerNormMLP": "qtensor.modules.layernorm_mlp",
     "Linear": "qtensor.modules.linear",
