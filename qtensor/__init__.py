@@ -30,6 +30,7 @@ from qtensor.storage.mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from qtensor.storage.nvfp4 import NVFP4Tensor, NVFP4TensorStorage
 from qtensor.storage.ops.attention import attention
 from qtensor.storage.ops.products import explain, gemm
+from qtensor.storage.ops.varlen import varlen_attention
 from qtensor.storage.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ __all__ = [
     "revert_",
     "search",
     "to_tensor_proto",
+    "varlen_attention",
 ]
 
 # Import every module that registers ops, so that a saved program finds its ops.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -55,8 +57,11 @@ def attention(
     Raises:
         QTensorError: a shape, dtype, format, length or option is wrong.
     """
-    keys, k_factors, k_global, k_format = _stored("k", k)
-    values, v_factors, v_global, v_format = _stored("v", v)
+    for name, t in (("k", k), ("v", v)):
+        rule, got = f"{name} must be (B, heads, tokens, head size)", tuple(t.shape)
+        check(len(t.shape) == 4, "attention", rule, got, "Reshape it")
+    keys, k_factors, k_global, k_format = stored("k", k)
+    values, v_factors, v_global, v_format = stored("v", v)
     if lengths is None:
         lengths = torch.full((q.shape[0],), keys.shape[2], dtype=torch.int64, device=q.device)
     return ATTENTION(
@@ -74,15 +79,27 @@ def attention(
     )
 
 
-def _stored(name: str, t: TensorOrStorage) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
-    """Return the codes, the factors, the global value and the format of (B, H, S, size)."""
-    rule, fix = f"{name} must be (B, heads, tokens, head size)", "Reshape it"
-    check(len(t.shape) == 4, "attention", rule, tuple(t.shape), fix)
+class Stored(NamedTuple):
+    """Rows (..., size) as the op takes them: codes, factors, the global value and the format."""
+
+    codes: Tensor
+    factors: Tensor | None
+    wide: Tensor | None
+    format: str
+
+
+def stored(name: str, t: TensorOrStorage) -> Stored:
+    """Return the buffers of a quantized or plain tensor (..., size).
+
+    Raises:
+        QTensorError: the dtype, or factors that belong to several rows.
+    """
     if not isinstance(t, QuantizedTensorStorage):
         if t.dtype not in _NAMES:
             rule = f"{name} must be quantized, float32, bfloat16 or float16"
             fail("attention", rule, t.dtype, "Convert it", ArgumentTypeError)
-        return t if t.stride(3) == 1 else t.contiguous(), None, None, _NAMES[t.dtype]
+        rows = t if t.stride(-1) == 1 else t.contiguous()
+        return Stored(rows, None, None, _NAMES[t.dtype])
     canonical = t._quantizer.canonical
     slots, text = usage_part(canonical, "rowwise")
     rule, fix = f"{name} must have rowwise data", "Quantize it with rowwise=True"
@@ -91,7 +108,7 @@ def _stored(name: str, t: TensorOrStorage) -> tuple[Tensor, Tensor | None, Tenso
     codes, *others = [buffers[i] for i in slots]
     wide = others.pop() if form.divisor else None
     if form.factor is None:
-        return codes, None, wide, form.text
+        return Stored(codes, None, wide, form.text)
     lead = t.shape[:-1]
     factors = others[0][: lead.numel(), : form.factors(t.shape[-1])]
-    return codes, factors.unflatten(0, lead), wide, form.text
+    return Stored(codes, factors.unflatten(0, lead), wide, form.text)
