@@ -11,9 +11,10 @@ from qtensor.api import Format, quantizer
 from qtensor.caches.pages import Pages
 from qtensor.caches.rows import Rows
 from qtensor.core.errors import UnsupportedError, check, fail
-from qtensor.core.row_format import row_format
+from qtensor.core.row_format import RowFormat, row_format
 from qtensor.library.attention import ATTENTION
 from qtensor.library.cache import CACHE_APPEND
+from qtensor.library.quantize import QUANTIZE
 
 _MARGIN = 2.0
 """A global value that follows from the first tokens lets later ones be so many times larger."""
@@ -33,13 +34,17 @@ def global_value(fmt: Format, amax: float | Tensor) -> Tensor:
     Raises:
         QTensorError: the format has no such value.
     """
-    made = quantizer(fmt)
-    form = row_format(made.canonical)
-    if not form.divisor:
-        rule = "the format must have a value of the whole cache"
-        fail("global_value", rule, made.canonical, "Leave it out")
-    amax = torch.as_tensor(amax, dtype=torch.float32).reshape(1)
-    return amax if form.factor is not None else made.quantize(amax.view(1, 1)).buffers()[-1]
+    form = row_format(quantizer(fmt).canonical)
+    rule = "the format must have a value of the whole cache"
+    check(form.divisor > 0, "global_value", rule, form.text, "Leave it out")
+    return _wide(form, torch.as_tensor(amax, dtype=torch.float32))
+
+
+def _wide(form: RowFormat, amax: Tensor) -> Tensor:
+    if form.factor is not None:
+        return amax.reshape(1)
+    wide: Tensor = QUANTIZE(amax.reshape(1, 1), form.text)[-1]
+    return wide
 
 
 class KVCache:
@@ -271,10 +276,10 @@ class KVCache:
             mean = self.k_mean if self.k_mean.ndim == 3 else self.k_mean[None]
             k = torch.where(valid, k - mean.unsqueeze(2), 0.0)
         for name, rows, x in (("k", self._k, k), ("v", self._v, v)):
-            if name in self._unset and rows.quantizer is not None:
+            if name in self._unset:
                 amax = torch.where(valid, x.float(), 0.0).abs().amax().clamp(min=2.0**-40)
                 assert rows.wide is not None
-                rows.wide.copy_(global_value(rows.quantizer, amax * _MARGIN))
+                rows.wide.copy_(_wide(rows.form, amax * _MARGIN))
         self._unset = set()
 
     # ---- sequences

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import normalize
-from qtensor.core.errors import UnsupportedError, check, fail
-from qtensor.core.row_format import row_format
+from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
+from qtensor.core.row_format import RowFormat, row_format
 from qtensor.library.cache import CACHE_APPEND
 from qtensor.storage import geometry
 from qtensor.storage.base import is_quantized
@@ -128,14 +128,15 @@ def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
     """
     quantizer, shape = t._quantizer, tuple(t.shape)
     label, wanted = f"{op}[{quantizer.format}]", (*shape[:dim], index.numel(), *shape[dim + 1 :])
-    if dim == len(shape) - 1 or t._parts or not is_row_major(t) or quantizer.columnwise:
+    form = _row_format(quantizer.canonical)
+    if form is None or dim == len(shape) - 1 or t._parts or not is_row_major(t):
         rule = "rows are written along any dim but the last, into a row-major tensor without "
-        rule += "columnwise data"
+        rule += "columnwise data, whose factors belong to one row or to the whole"
         got = f"dim {dim} of {shape}, {quantizer.canonical}"
-        fail(label, rule, got, "Write to the dequantized values, and quantize them again")
+        fix = "Write to the values of .dequantize(), and quantize them again"
+        fail(label, rule, got, fix, UnsupportedError)
     rule = f"the rows must have the shape {wanted}"
     check(tuple(src.shape) == wanted, label, rule, tuple(src.shape), "Reshape them")
-    form = row_format(quantizer.canonical)
     begin_write(t)
     codes, *others = t.buffers()
     wide = others[-1] if form.divisor else None
@@ -161,6 +162,14 @@ def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
     sides = (flat[0], factors, None, None, form.text, "")
     CACHE_APPEND(x, None, positions, *sides, k_global=wide)
     return t
+
+
+def _row_format(canonical: str) -> RowFormat | None:
+    """Return the format of single rows; None if a factor serves several of them."""
+    try:
+        return row_format(canonical)
+    except QTensorError:
+        return None
 
 
 def _has_bytes(src: QuantizedTensor, t: QuantizedTensor, wide: Tensor | None) -> bool:
