@@ -182,7 +182,7 @@ def attention_(out: Tensor, args: AttentionArgs) -> bool:
         *(_address(lengths), _address(positions), _address(first), args.causal, args.window),
         *(_address(mask), mask_dtype, *mask_strides, 0 if mask is None else mask.shape[3]),
         *(_address(sinks), *sink_strides),
-        *(torch.get_num_threads() if work > _ONE_THREAD else 1, _has_bfloat16_dots()),
+        *(torch.get_num_threads() if work > _ONE_THREAD else 1, 0),
         _float32(factor * _wide(args.k_global, k_form)),
         _float32(args.soft_cap * _LOG2_E),
         _wide(args.v_global, v_form),

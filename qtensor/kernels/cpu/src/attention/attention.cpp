@@ -62,14 +62,14 @@ struct Group {
         const bool whole = t >= inside.lo && t + TOKENS - 1 <= inside.hi;
         // Without a page that holds all tokens of the group, it is copied like an edge.
         if (whole && (!a.c.table || a.c.page % TOKENS == 0)) {
-            rows = {a.codes(t), a.s.token, nullptr};
+            rows = {a.codes(t), a.s.token};
             factors = a.s.factors ? a.factors(t) : nullptr;
             factor_stride = a.s.factor_token;
             return;
         }
         const i64 bytes = a.s.bytes(),
                   factor_bytes = a.s.factor_count() * (a.s.factor_id == FACTOR_ROW ? 4 : 1);
-        rows = {edge, bytes, nullptr};
+        rows = {edge, bytes};
         factors = edge + TOKENS * bytes;
         factor_stride = factor_bytes;
         memset(edge, 0, size_t(TOKENS * (bytes + factor_bytes)));
@@ -87,6 +87,7 @@ struct Scratch {
     i64 k_size, v_size;
     Array<float> q, scores, chunk, tile, decoded, weights, factors;
     Array<u8> edge;
+    Array<Seen> seen;  // by each row of the tile
     static i64 most_factors(const StoredRows& s) { return std::max(1, s.factor_count()); }
     Scratch(const AttentionCall& c, i64 rows)
         : k_size(c.k.size),
@@ -98,7 +99,8 @@ struct Scratch {
           decoded(TOKENS * std::max(k_size, v_size)),
           weights(MOST_ROWS * most_factors(c.v) * TOKENS),
           factors(TOKENS * std::max(most_factors(c.k), most_factors(c.v))),
-          edge(TOKENS * (4 * std::max(k_size, v_size) + 64)) {}
+          edge(TOKENS * (4 * std::max(k_size, v_size) + 64)),
+          seen(rows) {}
 };
 
 // The rows r0 .. r1 of a sequence and a head of keys. A row is a head of queries of the group and a query:
@@ -117,7 +119,6 @@ public:
     explicit Attention(const AttentionCall& call)
         : c(call), k_way(call, call.k), v_way(call, call.v), round_weights(call.q_dtype == BF16) {}
 
-    Seen seen(const Tile& t, i64 row) const { return seen_by(c, t.b, row / c.groups); }
     // What any row of the tile sees.
     Seen seen(const Tile& t) const {
         Seen all{INT64_MAX, -1};
@@ -130,11 +131,12 @@ public:
     }
     i64 head_of(const Tile& t, i64 row) const { return t.h * c.groups + row % c.groups; }
 
-    // The queries of a tile in the order of the positions of keys.
-    void arrange_queries(const Tile& t, Scratch& w) const {
+    // The queries of a tile in the order of the positions of keys, and what each sees.
+    void begin(const Tile& t, Scratch& w) const {
         const float least = c.k.least();
         const i64 size = c.k.size;
         for (i64 r = t.r0; r < t.r1; r++) {
+            w.seen[r - t.r0] = seen_by(c, t.b, r / c.groups);
             const i64 at = t.b * c.q_batch + head_of(t, r) * c.q_head + r / c.groups * c.q_query;
             float* to = w.q + (r - t.r0) * size;
             u16* pairs = (u16*)((u32*)(float*)w.q + (r - t.r0) * size / 2);
@@ -177,8 +179,8 @@ public:
         }
     }
     // From sums of products to scores: 16 tokens of a row.
-    void finish_scores(const Tile& t, i64 row, i64 token, const float* row_factors, float* score) const {
-        const Seen s = seen(t, row);
+    __attribute__((noinline)) void finish_scores(const Tile& t, i64 row, Seen s, i64 token,
+                                                 const float* row_factors, float* score) const {
         const VF pre = all(float(c.pre)), cap = all(float(c.cap));
         for (int g = 0; g < TOKENS; g += W) {
             VF y = load<VF>(score + g);
@@ -220,7 +222,7 @@ public:
         (keys ? float_keys : float_values)(s, g, w.decoded, w.tile);
     }
 
-    void score_group(const Tile& t, i64 first, int i, const Group& g, Scratch& w) const {
+    void score_group(const Tile& t, i64 first, int i, const Group& g, Ahead ahead, Scratch& w) const {
         const i64 token = first + i * TOKENS;
         decode(k_way, c.k, g.rows, true, w);
         if (c.k.factor_id) decode_factors(c.k, g.factors, g.factor_stride, w.factors);
@@ -229,12 +231,13 @@ public:
         by_rows(t.count(), [&](i64 r, int n) {
             float* s = w.scores + r * CHUNK + i * TOKENS;
             k_way.products.scores[tile_index(n)](
-                {(const float*)w.tile, c.k.size, c.k.piece(), of_blocks, query(w, r), s});
-            for (int j = 0; j < n; j++) finish_scores(t, t.r0 + r + j, token, of_rows, s + j * CHUNK);
+                {(const float*)w.tile, c.k.size, c.k.piece(), of_blocks, query(w, r), s, &ahead});
+            for (int j = 0; j < n; j++)
+                finish_scores(t, t.r0 + r + j, w.seen[r + j], token, of_rows, s + j * CHUNK);
         });
     }
     // Turns the scores of a row into weights.
-    static Partial soften(float* s, const bool have[GROUPS]) {
+    __attribute__((noinline)) static Partial soften(float* s, const bool have[GROUPS]) {
         VF most = all(-INFINITY);
         VI some{};
         for (int i = 0; i < CHUNK; i += W) {
@@ -262,7 +265,8 @@ public:
         return {top, sums[0], true};
     }
     // The weights of 16 tokens of a row for each block of values.
-    void scale_weights(const float* p, i64 blocks, const float* factors, void* to) const {
+    __attribute__((noinline)) void scale_weights(const float* p, i64 blocks, const float* factors,
+                                                 void* to) const {
         const VF least = all(c.v.least());
         for (i64 block = 0; block < blocks; block++) {
             alignas(64) float y[TOKENS];
@@ -278,7 +282,8 @@ public:
                 memcpy((float*)to + block * TOKENS, y, sizeof y);
         }
     }
-    void add_group(const Tile& t, int i, const Group& g, const Partial* parts, Scratch& w) const {
+    void add_group(const Tile& t, int i, const Group& g, const Partial* parts, Ahead ahead,
+                   Scratch& w) const {
         decode(v_way, c.v, g.rows, false, w);
         if (c.v.factor_id) decode_factors(c.v, g.factors, g.factor_stride, w.factors);
         const i64 blocks = c.v.block ? c.v.factor_count() : 1;
@@ -297,26 +302,30 @@ public:
             }
             if (some)
                 v_way.products.values[tile_index(n)]({(const float*)w.tile, c.v.size, c.v.block,
-                                                      (const float*)w.weights, p_row,
-                                                      w.chunk + r * c.v.size});
+                                                      (const float*)w.weights, p_row, w.chunk + r * c.v.size,
+                                                      &ahead});
         });
     }
-    // A chunk of all rows, merged into parts and sums. `next`: the first token that is read afterwards.
+    // A chunk of all rows, merged into parts and sums.
     void add_chunk(const Tile& t, i64 first, Seen inside, Partial* parts, float* sums, Scratch& w) const {
         const Addresses k{c, c.k, t.b, t.h}, v{c, c.v, t.b, t.h};
         bool have[GROUPS];
         for (int i = 0; i < GROUPS; i++) have[i] = !inside.misses(first + i * TOKENS, TOKENS);
-        const auto ahead = [&](const Addresses& a, i64 token) {
-            return token + TOKENS <= inside.hi && token >= inside.lo ? a.codes(token) : nullptr;
+        // The rows of a group from `token` on, if all of them are read; fetched in at least `steps` steps.
+        const auto ahead = [&](const Addresses& a, i64 token, i64 steps) {
+            const bool whole = token + TOKENS <= inside.hi + 1 && token >= inside.lo;
+            return Ahead(whole ? a.codes(token) : nullptr, a.s.token, a.s.bytes(), steps);
         };
+        const i64 k_steps = c.k.size / 32, v_steps = c.v.size / 16;
         Group g;
         for (int i = 0; i < GROUPS; i++) {
             if (!have[i]) continue;
             g.find(k, first + i * TOKENS, inside, w.edge);
             // Two groups further on; behind the last, the values of the chunk.
-            g.rows.ahead = i + 2 < GROUPS ? ahead(k, first + (i + 2) * TOKENS)
-                                          : ahead(v, first + (i + 2 - GROUPS) * TOKENS);
-            score_group(t, first, i, g, w);
+            score_group(t, first, i, g,
+                        i + 2 < GROUPS ? ahead(k, first + (i + 2) * TOKENS, k_steps)
+                                       : ahead(v, first + (i + 2 - GROUPS) * TOKENS, k_steps),
+                        w);
         }
         Partial here[TILE_ROWS];
         for (i64 r = 0; r < t.count(); r++) {
@@ -326,9 +335,7 @@ public:
         for (int i = 0; i < GROUPS; i++) {
             if (!have[i]) continue;
             g.find(v, first + i * TOKENS, inside, w.edge);
-            g.rows.ahead =
-                i + 2 < GROUPS ? ahead(v, first + (i + 2) * TOKENS) : ahead(k, first + (i + 2) * TOKENS);
-            add_group(t, i, g, here, w);
+            add_group(t, i, g, here, ahead(i + 2 < GROUPS ? v : k, first + (i + 2) * TOKENS, v_steps), w);
         }
         for (i64 r = 0; r < t.count(); r++)
             merge(parts[r], sums + r * c.v.size, here[r], w.chunk + r * c.v.size, c.v.size);
@@ -375,7 +382,7 @@ public:
 void Attention::run_whole(const Tile& t, Scratch& w, Partial* parts, float* sums) const {
     const Seen inside = seen(t);
     const i64 n = t.count();
-    arrange_queries(t, w);
+    begin(t, w);
     for (i64 r = 0; r < n; r++) parts[r] = {-INFINITY, 0, false};
     if (!inside.none())
         for (i64 s = inside.lo / SEGMENT * SEGMENT; s <= inside.hi; s += SEGMENT) {
@@ -418,7 +425,7 @@ void Attention::run() const {
         i64 arranged = -1;
         for (i64 i; (i = next.fetch_add(1)) < tiles * segments;) {
             const Tile t = tile_at(i / segments);
-            if (arranged != i / segments) arrange_queries(t, w);
+            if (arranged != i / segments) begin(t, w);
             arranged = i / segments;
             add_segment(t, (first + i % segments) * SEGMENT, seen(t), parts + i * most,
                         sums + i * most * c.v.size, w);

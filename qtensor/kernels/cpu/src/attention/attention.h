@@ -122,12 +122,32 @@ static inline void merge(Partial& done, float* o, const Partial& next, const flo
 // Keys: (positions of a row, TOKENS); values: (TOKENS, positions). Narrow tiles hold bfloat16 pairs in one
 // u32: of positions 2 i and 2 i + 1 for keys, of tokens 2 j and 2 j + 1 for values; the odd one is the high
 // half and comes first in a sum.
+// Memory that is read soon: rows of `bytes`, `stride` apart. A few lines are fetched with each step of the
+// products: many requests at once would hold up loads, and few of them use the memory less.
+struct Ahead {
+    const u8* at = nullptr;
+    i64 stride = 0, bytes = 0, left = 0, byte = 0, each = 0;
+    Ahead() {}
+    // `steps`: how often step() is called.
+    Ahead(const u8* rows, i64 stride, i64 bytes, i64 steps)
+        : at(rows), stride(stride), bytes(bytes), left(rows ? TOKENS * ((bytes + 63) / 64) : 0) {
+        each = (left + steps - 1) / steps;
+    }
+    ALWAYS_INLINE void step() {
+        for (i64 i = 0; i < each && left; i++, left--) {
+            __builtin_prefetch(at + byte);
+            byte += 64;
+            if (byte >= bytes) byte = 0, at += stride;
+        }
+    }
+};
 struct ScoreTask {
     const void* tile;
     i64 size, piece;
     const float* factors;  // (pieces, TOKENS), or null
     const void* q;         // float (rows, size), or u32 pairs (rows, size / 2)
     float* s;              // (rows, CHUNK)
+    Ahead* ahead;
 };
 struct ValueTask {
     const void* tile;
@@ -135,6 +155,7 @@ struct ValueTask {
     const void* p;    // float (rows, blocks, TOKENS), or u32 pairs (rows, blocks, TOKENS / 2)
     i64 p_row;        // stride of rows in p, in elements of it
     float* o;         // (rows, size)
+    Ahead* ahead;
 };
 // By the number of rows: 1, 2, 4, 8.
 struct Products {

@@ -5,16 +5,11 @@
 
 namespace QT_NAMESPACE {
 
-// A group of rows. `ahead` is memory that is read soon, as many rows of as many bytes, or null: a line is
-// fetched with each row, because many requests at once hold up loads.
+// A group of rows.
 struct GroupRows {
     const u8* codes;
     i64 stride;
-    const u8* ahead;
     ALWAYS_INLINE const u8* row(int token) const { return codes + token * stride; }
-    ALWAYS_INLINE void fetch(int token, i64 byte) const {
-        if (ahead) __builtin_prefetch(ahead + token * stride + byte, 0, 2);
-    }
 };
 
 // ---- float tiles
@@ -71,7 +66,6 @@ static void widen_row(const u8* from, i64 size, float* to) {
 }
 static inline void widen_plain(const StoredRows& s, const GroupRows& g, float* to) {
     for (int t = 0; t < TOKENS; t++) {
-        for (i64 byte = 0; byte < s.bytes(); byte += 64) g.fetch(t, byte);
         float* row = to + t * s.size;
         if (s.element == STORED_BF16) widen_row<Bfloat16>(g.row(t), s.size, row);
         if (s.element == STORED_F16) widen_row<Float16>(g.row(t), s.size, row);
@@ -82,10 +76,9 @@ static inline void widen_plain(const StoredRows& s, const GroupRows& g, float* t
 static inline GroupRows unpacked(const StoredRows& s, const GroupRows& g, u8* scratch) {
     if (!s.packed) return g;
     for (int t = 0; t < TOKENS; t++) {
-        for (i64 byte = 0; byte < s.bytes(); byte += 64) g.fetch(t, byte);
         unpack_quads(g.row(t), s.size, scratch + t * s.size);
     }
-    return {scratch, s.size, nullptr};
+    return {scratch, s.size};
 }
 // scratch: TOKENS * size floats.
 static void float_keys(const StoredRows& s, const GroupRows& group, float* scratch, float* tile) {
@@ -97,8 +90,6 @@ static void float_keys(const StoredRows& s, const GroupRows& group, float* scrat
     u8* const codes = (u8*)scratch;  // (entries, TOKENS)
     const i64 entries = s.element == E2M1 ? s.size / 2 : s.size;
     const GroupRows g = unpacked(s, group, codes + TOKENS * s.size);
-    for (int t = 0; t < TOKENS; t++)
-        for (i64 byte = 0; byte < entries; byte += 64) g.fetch(t, byte);
     transpose(g.codes, g.stride, codes, TOKENS, TOKENS, entries);
     with_element(s.element, [&](auto type) {
         using E = decltype(type);
@@ -127,14 +118,12 @@ static void float_values(const StoredRows& s, const GroupRows& group, float* scr
             float* to = tile + t * s.size;
             for (i64 e = 0; e < s.size; e += 2 * W) {
                 if constexpr (E::width == 4) {
-                    if (e % 128 == 0) g.fetch(t, e / 2);
                     u8 codes[2 * W];
                     for (int i = 0; i < W; i++)
                         codes[2 * i] = row[e / 2 + i] & 15, codes[2 * i + 1] = row[e / 2 + i] >> 4;
                     store(to + e, value_of<E>(widen(codes)));
                     store(to + e + W, value_of<E>(widen(codes + W)));
                 } else {
-                    if (e % 64 == 0) g.fetch(t, e);
                     store(to + e, value_of<E>(widen(row + e)));
                     store(to + e + W, value_of<E>(widen(row + e + W)));
                 }
@@ -153,7 +142,8 @@ struct FactorTables {
         }
     }
 };
-static inline void decode_factors(const StoredRows& s, const u8* p, i64 stride, float* to) {
+__attribute__((noinline)) static void decode_factors(const StoredRows& s, const u8* p, i64 stride,
+                                                     float* to) {
     static const FactorTables tables;
     const int count = s.factor_count();
     if (s.factor_id == FACTOR_ROW) {

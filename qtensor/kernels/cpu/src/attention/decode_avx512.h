@@ -122,17 +122,15 @@ struct Bfloat16Pairs {
 };
 
 template <class F>
-static void pair_keys_as(const StoredRows& s, const GroupRows& g, u32* tile) {
+__attribute__((noinline)) static void pair_keys_as(const StoredRows& s, const GroupRows& g, u32* tile) {
     const F f(s);
     const i64 bytes = F::PER_BYTE == 2 ? s.size / 2 : F::PER_BYTE == 1 ? s.size : s.size * 2;
     for (i64 byte = 0; byte < bytes; byte += 64) {
         const __mmask64 inside = bytes - byte >= 64 ? ~0ull : (1ull << (bytes - byte)) - 1;
+        const u8* row = g.codes + byte;
         __m512i r[16];
 #pragma GCC unroll 16
-        for (int t = 0; t < TOKENS; t++) {
-            r[t] = _mm512_maskz_loadu_epi8(inside, g.row(t) + byte);
-            g.fetch(t, byte);
-        }
+        for (int t = 0; t < TOKENS; t++, row += g.stride) r[t] = _mm512_maskz_loadu_epi8(inside, row);
         transpose_rows<F::WORDS>(r);
         const i64 dwords = std::min<i64>(16, (bytes - byte) / 4);
         u32* to = tile + byte / 4 * F::PAIRS_OF_DWORD * TOKENS;
@@ -142,13 +140,12 @@ static void pair_keys_as(const StoredRows& s, const GroupRows& g, u32* tile) {
     }
 }
 template <class F>
-static void pair_values_as(const StoredRows& s, const GroupRows& g, u32* tile) {
+__attribute__((noinline)) static void pair_values_as(const StoredRows& s, const GroupRows& g, u32* tile) {
     const F f(s);
     constexpr i64 unit = F::PER_BYTE == 2 ? 16 : F::PER_BYTE == 1 ? 32 : 64;  // bytes of 32 elements
     for (int pair = 0; pair < TOKENS / 2; pair++) {
         const u8 *a = g.row(2 * pair), *b = g.row(2 * pair + 1);
         for (i64 i = 0; i < s.size / 32; i++) {
-            if (i * unit % 64 == 0) g.fetch(2 * pair, i * unit), g.fetch(2 * pair + 1, i * unit);
             f.values(a + i * unit, b + i * unit, tile + pair * s.size + i * 32);
         }
     }

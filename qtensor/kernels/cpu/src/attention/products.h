@@ -60,7 +60,8 @@ ALWAYS_INLINE void score_pieces(const ScoreTask& t, const Tile& tile, i64 piece,
     const i64 row = t.size / 2 * Tile::X_OF_PAIR, pairs = t.piece / 2;
     const X* q = (const X*)t.q + piece * pairs * Tile::X_OF_PAIR;
     VF sums[B][R][PARTS] = {};
-    for (i64 i = 0; i < pairs; i += 4)
+    for (i64 i = 0; i < pairs; i += 4) {
+        t.ahead->step();
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++)
 #pragma GCC unroll 4
@@ -68,11 +69,11 @@ ALWAYS_INLINE void score_pieces(const ScoreTask& t, const Tile& tile, i64 piece,
 #pragma GCC unroll 2
                 for (int g = 0; g < PARTS; g++) {
                     const auto d = tile.key((piece + b) * pairs + i + step, g);
+                    const X* x = q + (b * pairs + i + step) * Tile::X_OF_PAIR;
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; r++)
-                        sums[b][r][g] = Tile::add(sums[b][r][g],
-                                                  q + r * row + (b * pairs + i + step) * Tile::X_OF_PAIR, d);
+                    for (int r = 0; r < R; r++) sums[b][r][g] = Tile::add(sums[b][r][g], x + r * row, d);
                 }
+    }
     for (int b = 0; b < B; b++)
         for (int g = 0; g < PARTS; g++) {
             if (t.factors) {
@@ -85,7 +86,7 @@ ALWAYS_INLINE void score_pieces(const ScoreTask& t, const Tile& tile, i64 piece,
 }
 template <class Tile, int R>
 static void scores(const ScoreTask& t) {
-    constexpr int B = std::max(1, std::min(4, 8 / (R * PARTS)));
+    constexpr int B = std::max(1, std::min(4, (W == 16 ? 16 : 8) / (R * PARTS)));
     const Tile tile(t.tile);
     VF total[R][PARTS] = {};
     const i64 pieces = t.size / t.piece;
@@ -107,8 +108,8 @@ ALWAYS_INLINE void add_values(const ValueTask& t, const Tile& tile, i64 e) {
         p[u] = (const X*)t.p + (t.block ? (e + u * W) / t.block : 0) * (TOKENS / 2 * Tile::X_OF_PAIR);
         for (int r = 0; r < R; r++) sums[r][u] = load<VF>(t.o + r * t.size + e + u * W);
     }
-#pragma GCC unroll 2
-    for (int j = 0; j < TOKENS / 2; j++)
+    for (int j = 0; j < TOKENS / 2; j++) {
+        t.ahead->step();
 #pragma GCC unroll 8
         for (int u = 0; u < U; u++) {
             const auto d = tile.value(j, t.size, e + u * W);
@@ -116,12 +117,13 @@ ALWAYS_INLINE void add_values(const ValueTask& t, const Tile& tile, i64 e) {
             for (int r = 0; r < R; r++)
                 sums[r][u] = Tile::add(sums[r][u], p[u] + r * t.p_row + j * Tile::X_OF_PAIR, d);
         }
+    }
     for (int u = 0; u < U; u++)
         for (int r = 0; r < R; r++) store(t.o + r * t.size + e + u * W, sums[r][u]);
 }
 template <class Tile, int R>
 static void values(const ValueTask& t) {
-    constexpr int U = std::max(2, 8 / R);
+    constexpr int U = std::max(2, std::min(8, (W == 16 ? 16 : 8) / R));
     const Tile tile(t.tile);
     i64 e = 0;
     for (; e + U * W <= t.size; e += U * W) add_values<Tile, R, U>(t, tile, e);
