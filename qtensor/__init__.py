@@ -28,12 +28,15 @@ from qtensor.storage.mxfp4 import MXFP4Tensor, MXFP4TensorStorage
 from qtensor.storage.mxfp6 import MXFP6Tensor, MXFP6TensorStorage
 from qtensor.storage.mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from qtensor.storage.nvfp4 import NVFP4Tensor, NVFP4TensorStorage
+from qtensor.storage.ops.attention import attention
 from qtensor.storage.ops.products import explain, gemm
+from qtensor.storage.ops.varlen import varlen_attention
 from qtensor.storage.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from qtensor import checkpoints, debug, ops, optim, recipes
     from qtensor.autocasting import autocast
+    from qtensor.caches import KVCache
     from qtensor.debug.error_report import BlockError, ErrorReport, error_report
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
@@ -70,6 +73,7 @@ __all__ = [
     "Float8Tensor",
     "Float8TensorStorage",
     "GroupedLinear",
+    "KVCache",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -98,6 +102,7 @@ __all__ = [
     "TransformerLayer",
     "UnsupportedError",
     "__version__",
+    "attention",
     "autocast",
     "checkpoint",
     "checkpoints",
@@ -121,11 +126,14 @@ __all__ = [
     "revert_",
     "search",
     "to_tensor_proto",
+    "varlen_attention",
 ]
 
 # Import every module that registers ops, so that a saved program finds its ops.
 for _name in (
     "activation",
+    "attention",
+    "cache",
     "delayed",
     "fused",
     "gradient",
@@ -145,6 +153,7 @@ _LAZY = {
     "DotProductAttention": "qtensor.modules.dot_product_attention",
     "ErrorReport": "qtensor.debug.error_report",
     "GroupedLinear": "qtensor.modules.grouped_linear",
+    "KVCache": "qtensor.caches",
     "LayerNormLinear": "qtensor.modules.layernorm_linear",
     "LayerNormMLP": "qtensor.modules.layernorm_mlp",
     "Linear": "qtensor.modules.linear",

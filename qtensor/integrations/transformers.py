@@ -33,6 +33,7 @@ from qtensor.api import parsed
 from qtensor.checkpoints.layout_base import find_layout
 from qtensor.checkpoints.saving import writable
 from qtensor.core.errors import UnsupportedError, fail
+from qtensor.integrations.caches import QTensorCache, kv_scales
 from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.loading import (
     QuantizeWeight,
@@ -378,4 +379,12 @@ def _factor_names(checkpoint: checkpoints.Checkpoint) -> set[str]:
     return {name.rpartition(".")[2] for name in checkpoint if checkpoint.is_factor(name)}
 
 
-__all__ = ["ExpertWeights", "QTensorConfig", "QTensorQuantizer", "pretrained_config", "weights"]
+__all__ = [
+    "ExpertWeights",
+    "QTensorCache",
+    "QTensorConfig",
+    "QTensorQuantizer",
+    "kv_scales",
+    "pretrained_config",
+    "weights",
+]

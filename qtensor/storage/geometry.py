@@ -79,7 +79,7 @@ def slice_buffers(t: QuantizedTensorStorage, dim: int, start: int, end: int) -> 
                 # Each buffer dim before ``lead`` is a single one, so it shifts the dim by one.
                 buffer = buffer.narrow(index + dim, start, end - start)
             elif axis.axis == ("k" if is_last else "m"):
-                if not is_last and outer != 1:
+                if not is_last and outer != 1 and rows[:2] != (0, rows[2]):
                     rule = "slicing a middle dim needs factors that do not run along it"
                     _refuse("slice", t, rule, f"dim {dim} of {tuple(shape)}")
                 buffer = _slice_axis(
@@ -384,18 +384,33 @@ def cat_buffers(tensors: Sequence[QuantizedTensorStorage], dim: int) -> list[Ten
     """
     first = tensors[0]
     is_last = dim == first.ndim - 1
-    if (
-        not is_last
-        and dim != 0
-        and any(d.axis == "m" for s in first._quantizer.slots for d in s.dims)
-    ):
-        rule = "concatenating along a middle dim needs factors that do not run along it"
+    if not is_last and dim != 0 and not has_row_factors(first._quantizer):
+        rule = "concatenating along a middle dim needs factors of single rows"
         _refuse("cat", first, rule, f"dim {dim} of {tuple(first.shape)}")
     shape = (*first.shape[:dim], sum(t.shape[dim] for t in tensors), *first.shape[dim + 1 :])
     return [
         _as_whole(_cat_slot(tensors, slot, dim, is_last), buffer_shape(slot.dims, shape))
         for slot in first._quantizer.slots
     ]
+
+
+def has_row_factors(quantizer: QuantizerLike) -> bool:
+    """Return whether no factor of a tensor serves two rows, unless it serves all of them."""
+    return all(
+        d.per == 1 and index == 0 and not slot.swizzled
+        for slot in quantizer.slots
+        for index, d in enumerate(slot.dims)
+        if d.axis == "m"
+    )
+
+
+def by_rows(t: QuantizedTensorStorage, slot: Slot) -> Tensor:
+    """Return a view (d0, ..., entries of a row) of a buffer with entries for each row."""
+    buffer: Tensor = getattr(t, slot.name)
+    if slot.dims[0].axis == "lead":
+        return buffer
+    lead = t.shape[:-1]
+    return buffer[: math.prod(lead)].unflatten(0, lead)
 
 
 def _cat_slot(
@@ -410,6 +425,8 @@ def _cat_slot(
     axis = slot.dims[index]
     if axis.axis == "lead":
         return torch.cat(buffers, index + dim)
+    if not is_last and dim != 0:
+        return torch.cat([by_rows(t, slot) for t in tensors], dim).flatten(0, first.ndim - 2)
     sizes = [rows_cols(t.shape)[1 if is_last else 0] for t in tensors]
     needed = granule(slot, axis)
     for size in sizes[:-1]:

@@ -1,144 +1,296 @@
-"""Attention in float64 by its definition: loops over queries and keys, no code of the library."""
+"""Caches of keys and values, calls of the op ``attention``, and what the oracle says of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import oracle
 import torch
+from formats import rand
+from oracle import attention as oracle_attention
 from torch import Tensor
 
-import qtensor
+from qtensor.core.row_format import row_format
 
-NO_WINDOW = (-1, -1)
-
-
-class Mask(NamedTuple):
-    """A mask as a caller describes it.
-
-    Attributes:
-        kind: the type.
-        window: keys before and after.
-        bottom_right: of the window of masks that are not causal.
-    """
-
-    kind: str
-    window: tuple[int, int] = NO_WINDOW
-    bottom_right: bool | None = None
-
-    def options(self) -> dict[str, Any]:
-        window = None if self.window == NO_WINDOW else self.window
-        return {
-            "attn_mask_type": self.kind,
-            "window_size": window,
-            "bottom_right_diagonal": self.bottom_right,
-        }
-
-    def sees(self, i: int, j: int, queries: int, keys: int) -> bool:
-        """Whether query i of so many sees key j of so many."""
-        if "causal" in self.kind:
-            shift = keys - queries if "bottom_right" in self.kind else 0
-        else:
-            shift = 0 if self.bottom_right is False else keys - queries
-        position, (left, right) = i + shift, self.window
-        if "causal" in self.kind and j > position:
-            return False
-        return (left < 0 or j >= position - left) and (right < 0 or j <= position + right)
+FORMATS = (
+    "fp8_rowwise",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "bfloat16",
+    "fp8",
+    "mxfp6",
+    "fp8_rowwise(dtype=e5m2)",
+    "mxfp6(dtype=e3m2)",
+    "mxfp6(packed=True)",
+    "mxfp8(dtype=e5m2)",
+    "float16",
+    "float32",
+)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+WIDE = {"nvfp4": 30.0, "fp8": 0.25}
+"""The global values of the formats that have one."""
 
 
-def table(mask: Mask, sizes: tuple[int, int], lengths: Sequence[tuple[int, int]]) -> Tensor:
-    """(B, 1, Sq, Skv) bool: the keys that the queries of sequences of these lengths see."""
-    found = torch.zeros(len(lengths), 1, *sizes, dtype=torch.bool)
-    for b, (queries, keys) in enumerate(lengths):
-        for i in range(queries):
-            for j in range(keys):
-                found[b, 0, i, j] = mask.sees(i, j, queries, keys)
-    return found
+@dataclass
+class Side:
+    """The buffers of keys or of values."""
+
+    text: str
+    codes: Tensor
+    factors: Tensor | None
+    wide: Tensor | None
+
+    def map(self, function: Any) -> Side:
+        """Return the side with ``function`` applied to codes and factors."""
+        factors = None if self.factors is None else function(self.factors)
+        return dataclasses.replace(self, codes=function(self.codes), factors=factors)
 
 
-def attention64(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None, bias: Any = 0.0
-) -> Tensor:
-    """(B, H, Sq, E) in float64 of heads-first tensors; 0 where nothing is seen."""
-    q, k, v = (t.double() for t in (q, k, v))
-    times = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(times, 1) for t in (k, v))
-    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale) + bias
-    weights = torch.where(seen, (scores - scores.amax(-1, keepdim=True)).exp(), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total == 0, 1.0, total) @ v
+def empty_side(text: str, lead: tuple[int, ...], size: int) -> Side:
+    """Return zeroed buffers of rows with ``size`` values; ``lead`` is (B, H, capacity)."""
+    form, wide = row_format(text), None
+    if form.divisor:
+        wide = torch.tensor([WIDE[text.partition("(")[0]]])
+    factors = None
+    if form.factor is not None:
+        factors = torch.zeros(*lead, form.factors(size), dtype=form.factor)
+    return Side(text, torch.zeros(*lead, form.entries(size), dtype=form.dtype), factors, wide)
 
 
-def first(t: Tensor, qkv_format: str) -> Tensor:
-    """(B, H, S, D) of sbhd or bshd."""
-    return t.permute(1, 2, 0, 3) if qkv_format == "sbhd" else t.transpose(1, 2)
-
-
-def last(t: Tensor, qkv_format: str) -> Tensor:
-    """Heads-first results as the modules return them."""
-    t = t.permute(2, 0, 1, 3) if qkv_format == "sbhd" else t.transpose(1, 2)
-    return t.flatten(2)
-
-
-class Sizes(NamedTuple):
-    batch: int = 2
-    queries: int = 40
-    keys: int = 40
-    heads: int = 4
-    groups: int = 2
-    size: int = 16
-    values: int = 16
-
-    def draw(self, qkv_format: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-        """q, k, v that require gradients."""
-        generator = torch.Generator().manual_seed(seed)
-        made = []
-        for tokens, heads, size in (
-            (self.queries, self.heads, self.size),
-            (self.keys, self.groups, self.size),
-            (self.keys, self.groups, self.values),
-        ):
-            lead = (tokens, self.batch) if qkv_format == "sbhd" else (self.batch, tokens)
-            t = torch.randn(*lead, heads, size, generator=generator).to(dtype)
-            made.append(t.requires_grad_())
-        return made
-
-
-def module(sizes: Sizes, qkv_format: str, **options: Any) -> qtensor.DotProductAttention:
-    channels = (sizes.size, sizes.values)
-    return qtensor.DotProductAttention(
-        sizes.heads, channels, sizes.groups, qkv_format=qkv_format, **options
+def append(
+    k: Side, v: Side, keys: Tensor, values: Tensor, positions: Tensor, **options: Any
+) -> None:
+    """Write rows into both sides."""
+    torch.ops.qtensor.cache_append_(
+        *(keys, values, positions, k.codes, k.factors, v.codes, v.factors, k.text, v.text),
+        **{"k_global": k.wide, "v_global": v.wide, **options},
     )
 
 
-def gradients(y: Tensor, inputs: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
-    """Output and gradients for a random gradient of the output."""
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
+def attend(q: Tensor, k: Side, v: Side, lengths: Tensor, **options: Any) -> Tensor:
+    """Call the op."""
+    options.setdefault("scale", q.shape[-1] ** -0.5)
+    return torch.ops.qtensor.attention(
+        *(q, k.codes, k.factors, v.codes, v.factors, k.text, v.text, lengths),
+        **{"k_global": k.wide, "v_global": v.wide, **options},
+    )
 
 
-def sqnr(got: Tensor, want: Tensor) -> float:
-    """Signal to noise in decibels."""
-    got, want = got.detach().double(), want.detach().double()
-    return float(10 * torch.log10(want.square().sum() / (got - want).square().sum()))
+@dataclass
+class Problem:
+    """A call of the op and its arguments.
+
+    `lengths` are tokens of each sequence; `size` and `v_size` head sizes; `groups` heads of queries
+    for each of `heads`; `queries` the last ones of each sequence.
+    """
+
+    k_format: str = "fp8_rowwise"
+    v_format: str = ""
+    dtype: torch.dtype = torch.bfloat16
+    lengths: tuple[int, ...] = (300,)
+    heads: int = 1
+    groups: int = 2
+    queries: int = 1
+    size: int = 64
+    v_size: int = 0
+    page: int = 0
+    spare: int = 7
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.v_format = self.v_format or self.k_format
+        self.v_size = self.v_size or self.size
+
+    @property
+    def lengths_tensor(self) -> Tensor:
+        return torch.tensor(self.lengths)
+
+    def q(self) -> Tensor:
+        heads = self.heads * self.groups
+        shape = (len(self.lengths), heads, self.queries, self.size)
+        return rand(*shape, seed=self.seed + 1).to(self.dtype)
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values, (B, H, longest, size), of different magnitudes."""
+        lead = (len(self.lengths), self.heads, max(self.lengths))
+        spread = torch.exp2(torch.arange(lead[2]) % 5 - 3.0)[:, None]
+        k = rand(*lead, self.size, seed=self.seed + 2) * 2
+        v = rand(*lead, self.v_size, seed=self.seed + 3) * spread
+        return k.bfloat16().float(), v.bfloat16().float()
+
+    def cache(self) -> tuple[Side, Side, dict[str, Tensor]]:
+        """Return both sides, and the block table as an option of the op if there are pages."""
+        batch, longest = len(self.lengths), max(self.lengths)
+        lead, options = (batch, self.heads, longest + self.spare), {}
+        if self.page:
+            width = -(-longest // self.page)
+            count = batch * width
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
+            options = {"block_table": order.view(batch, width)}
+            lead = (count, self.heads, self.page)
+        k = empty_side(self.k_format, lead, self.size)
+        v = empty_side(self.v_format, lead, self.v_size)
+        positions = torch.arange(longest).expand(batch, longest)
+        append(k, v, *self.rows(), positions, **options)
+        return k, v, options
+
+    def run(self, **more: Any) -> Tensor:
+        """Call the op; ``more`` replaces options."""
+        k, v, paged = self.cache()
+        return attend(self.q(), k, v, self.lengths_tensor, **{**self.options, **paged, **more})
+
+    def expected(self) -> Tensor:
+        """Return what the oracle says."""
+        k, v, _ = dataclasses.replace(self, page=0).cache()
+        q, options = self.q(), self.options
+        batch, heads, queries, _ = q.shape
+        out = torch.zeros(batch, heads, queries, self.v_size)
+        scale = options.get("scale", self.size**-0.5)
+        for b in range(batch):
+            for h in range(heads):
+                keys, values = (stored(side, b, h // self.groups) for side in (k, v))
+                for m in range(queries):
+                    first, last = self.range(b, m)
+                    sinks = options.get("sinks")
+                    query = oracle_attention.Query(
+                        q[b, h, m].float().numpy(),
+                        first,
+                        last,
+                        scale,
+                        options.get("soft_cap", 0.0),
+                        None
+                        if sinks is None
+                        else float(sinks[h] if sinks.ndim == 1 else sinks[b, h, m]),
+                        self.mask_of(b, h, m),
+                        self.dtype is torch.bfloat16,
+                    )
+                    out[b, h, m] = torch.from_numpy(oracle_attention.attend(query, keys, values))
+        return out.to(self.dtype)
+
+    def range(self, b: int, m: int) -> tuple[int, int]:
+        """Return the first and the last token that a query sees."""
+        options, length = self.options, self.lengths[b]
+        position = length - self.queries + m
+        if "positions" in options:
+            position = int(options["positions"][b, m])
+        last = min(length - 1, position) if options.get("causal", True) else length - 1
+        first = int(options["first"][b]) if "first" in options else 0
+        window = options.get("window", 0)
+        return max(first, position - window + 1, 0) if window else first, last
+
+    def mask_of(self, b: int, h: int, m: int) -> np.ndarray | None:
+        """Return what is added to the scores of a query."""
+        mask = self.options.get("mask")
+        if mask is None:
+            return None
+        row = mask.expand(len(self.lengths), self.heads * self.groups, self.queries, -1)[b, h, m]
+        if mask.dtype is torch.bool:
+            row = torch.where(row, 0.0, -math.inf)
+        return row.float().numpy()
 
 
-class PlainCache:
-    """A cache in high precision, as the protocol of caches wants it."""
+def stored(side: Side, b: int, h: int) -> oracle_attention.Stored:
+    """Return the rows of a sequence and head as the oracle reads them."""
+    form = row_format(side.text)
+    codes = side.codes[b, h]
+    if form.element is None:
+        return oracle_attention.Stored(codes.float().numpy(), plain=True)
+    element, packed = oracle.ELEMENTS[form.element.name], codes.numpy()
+    size = form.size(codes.shape[-1])
+    unpack = {(2, 1): oracle.unpack4, (4, 3): oracle.unpack6}.get(form.group)
+    values = oracle.decode(packed if unpack is None else unpack(packed, size), element)
+    factors, wide = None, 1.0
+    if side.factors is not None:
+        bits = side.factors[b, h].numpy()
+        if form.factor is torch.float32:
+            factors = bits
+        elif side.wide is not None:
+            factors = oracle.decode(bits, oracle.ELEMENTS["e4m3"])
+        else:
+            factors = np.where(bits == 255, np.nan, np.ldexp(1.0, bits.astype(int) - 127))
+            factors = factors.astype(np.float32)
+    if side.wide is not None:
+        wide = float(np.float32(side.wide.item()) / np.float32(form.divisor))
+    return oracle_attention.Stored(values, factors, form.block, wide, form.four_bits)
 
-    def __init__(self) -> None:
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        self.k = k if self.k is None else torch.cat((self.k, k), 2)
-        self.v = v if self.v is None else torch.cat((self.v, v), 2)
+# ---- arguments of valid raw calls ----------------------------------------------------------------
 
-    def attend(self, q: Tensor, *, scale: float, causal: bool = True, window: int = 0) -> Tensor:
-        assert self.k is not None
-        assert self.v is not None
-        mask = Mask("causal_bottom_right", (window - 1, 0) if window else NO_WINDOW)
-        sizes = (q.shape[2], self.k.shape[2])
-        seen = table(mask, sizes, [sizes] * q.shape[0])
-        return attention64(q, self.k, self.v, seen, scale).to(q.dtype)
+
+def _problem(make: Any) -> Problem:
+    choose = make.random
+    lengths = tuple(choose.choice((1, 5, 40)) for _ in range(choose.choice((1, 2))))
+    return Problem(
+        choose.choice(FORMATS),
+        choose.choice(FORMATS),
+        make.dtype,
+        lengths,
+        heads=choose.choice((1, 2)),
+        groups=choose.choice((1, 2)),
+        queries=choose.choice((1, 2)),
+        size=choose.choice((32, 64)),
+        v_size=choose.choice((32, 64)),
+        page=choose.choice((0, 0, 16)),
+        seed=choose.randint(0, 99),
+    )
+
+
+def attention_arguments(make: Any) -> dict[str, Any]:
+    """Return the arguments of a valid call of ``attention``."""
+    problem = _problem(make)
+    k, v, paged = problem.cache()
+    batch, heads = len(problem.lengths), problem.heads * problem.groups
+    longest = max(problem.lengths)
+    mask = make.maybe(torch.randn(batch, 1, problem.queries, longest))
+    if mask is not None and make.random.random() < 0.5:
+        mask = mask > 0
+    positions = (problem.lengths_tensor[:, None] - 1).expand(batch, problem.queries).clone()
+    causal = make.random.random() < 0.7
+    return {
+        **{"q": problem.q(), "k": k.codes, "k_factors": k.factors, "v": v.codes},
+        **{"v_factors": v.factors, "k_format": k.text, "v_format": v.text},
+        **{"lengths": problem.lengths_tensor, "scale": 0.1, "causal": causal},
+        **{"window": make.random.choice((0, 3)) if causal else 0},
+        **{"soft_cap": make.random.choice((0.0, 30.0)), "positions": make.maybe(positions)},
+        **{"first": make.maybe(torch.zeros(batch, dtype=torch.int64)), "mask": mask},
+        **{"sinks": make.maybe(torch.randn(heads)), "k_global": k.wide, "v_global": v.wide},
+        "block_table": paged.get("block_table"),
+    }
+
+
+def append_arguments(make: Any) -> dict[str, Any]:
+    """Return the arguments of a valid call of ``cache_append_``."""
+    problem = _problem(make)
+    k, v, paged = problem.cache()
+    batch, count = len(problem.lengths), min(problem.lengths)
+    keys, values = (make.floats(*t.shape[:2], count, t.shape[3]) for t in problem.rows())
+    return {
+        **{"k": keys, "v": values, "positions": torch.arange(count).repeat(batch, 1)},
+        **{"k_codes": k.codes, "k_factors": k.factors, "v_codes": v.codes},
+        **{"v_factors": v.factors, "k_format": k.text, "v_format": v.text},
+        **{"k_mean": make.maybe(torch.randn(problem.heads, problem.size))},
+        **{"block_table": paged.get("block_table"), "k_global": k.wide, "v_global": v.wide},
+    }
+
+
+MAKERS = {"attention": attention_arguments, "cache_append_": append_arguments}
+
+
+def attention_samples(name: str) -> Any:
+    """Return a function that yields arguments for ``torch.library.opcheck``."""
+    schema = getattr(torch.ops.qtensor, name).default._schema
+
+    def samples(case: object) -> Any:
+        from raw_op_cases import Maker  # noqa: PLC0415 - it imports this module
+
+        for seed in range(8):
+            arguments = MAKERS[name](Maker(seed))
+            yield tuple(arguments[a.name] for a in schema.arguments), {}
+
+    return samples

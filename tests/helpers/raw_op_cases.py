@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from attention_cases import MAKERS as ATTENTION
 from formats import BY_NAME
 from torch import Tensor
 
@@ -24,11 +25,7 @@ ACTIVATIONS = ("gelu", "relu", "silu", "swiglu", "clamped_swiglu(alpha=1.5)")
 
 
 class Maker:
-    """Make the arguments of a valid call.
-
-    Args:
-        seed: for every choice and value.
-    """
+    """Make the arguments of a valid call; the seed is that of every choice and value."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -331,6 +328,7 @@ def _elementwise(*names: str, **fixed: Any) -> Callable[[Maker], Arguments]:
 
 
 MAKERS: dict[str, Callable[[Maker], Arguments]] = {
+    **ATTENTION,
     "quantize": _quantize,
     "quantize_": _quantize_inplace,
     "amax": lambda make: {

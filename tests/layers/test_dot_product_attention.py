@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import (
+from attention_module_cases import (
     Mask,
     PlainCache,
     Sizes,

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from attention_cases import Mask, PlainCache, attention64, sqnr, table
+from attention_module_cases import Mask, PlainCache, attention64, sqnr, table
 from formats import assert_same_bytes
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -6,7 +6,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Mask, Sizes, attention64, first, gradients, last, module, sqnr, table
+from attention_module_cases import (
+    Mask,
+    Sizes,
+    attention64,
+    first,
+    gradients,
+    last,
+    module,
+    sqnr,
+    table,
+)
 from torch import Tensor
 
 import qtensor

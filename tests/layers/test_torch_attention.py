@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from attention_cases import sqnr
+from attention_module_cases import sqnr
 from convert_models import names
 from formats import assert_same_bytes
 from torch import nn

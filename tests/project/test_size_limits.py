@@ -35,6 +35,9 @@ REASONS: dict[str, str] = {
     ),
     "qtensor/modules/dot_product_attention.py::DotProductAttention.__init__": _OPTIONS,
     "qtensor/modules/dot_product_attention.py::DotProductAttention.forward": _OPTIONS,
+    "qtensor/storage/ops/attention.py::attention": (
+        "the public attention: three tensors, the others are keyword-only options"
+    ),
     "qtensor/modules/grouped_linear.py::GroupedLinear.__init__": _OPTIONS,
     "qtensor/functional/norm.py::NormFunction.forward": (
         "autograd hands over tensors and options flat"

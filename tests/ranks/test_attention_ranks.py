@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import sqnr
+from attention_module_cases import sqnr
 from fsdp_cases import GPT, WIDTH, assert_equal, expected, shard, train
 from ranks import Ranks
 from torch import Tensor, nn

@@ -41,11 +41,6 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "convolution": ("aten.convolution", lambda q: F.conv1d(torch.ones(1, 8, 70), q.view(1, 8, 64))),
     "qr": ("aten.linalg_qr", lambda q: torch.linalg.qr(q)),
     "to_sparse": ("aten._to_sparse", lambda q: q.to_sparse()),
-    "index_copy_": (
-        "aten.index_copy_",
-        lambda q: q.index_copy_(0, torch.tensor([0]), torch.ones(1, 64)),
-    ),
-    "index_put_": ("aten.index_put_", lambda q: q.index_put_((torch.tensor([0]),), torch.ones(64))),
     "floor_": ("aten.floor_", lambda q: q.floor_()),
     "resize_": ("aten.resize_", lambda q: q.resize_(3)),
     "set_": ("aten.set_", lambda q: q.set_(torch.ones(3))),
@@ -71,8 +66,6 @@ def test_refused_ops_name_op_format_and_fix(case: FormatCase, name: str) -> None
 def test_a_quantized_source_of_a_refused_write(case: FormatCase) -> None:
     """A plain destination stays as it is."""
     q, plain = case.quantize(rand(8, 64)), torch.zeros(8, 64)
-    with pytest.raises(qtensor.UnsupportedError, match=r"aten\.index_put_"):
-        plain.index_put_((torch.arange(8),), q)
     with pytest.raises(qtensor.UnsupportedError, match=r"aten\.scatter_"):
         plain.scatter_(0, torch.zeros(8, 64, dtype=torch.long), q)
     assert torch.equal(plain, torch.zeros(8, 64))

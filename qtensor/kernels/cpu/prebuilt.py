@@ -73,6 +73,15 @@ def _find_compiled(spec: BuildSpec) -> Path | None:
     return find(spec) or (build(spec) if is_built(spec) else None)
 
 
+def provide_one(spec: BuildSpec) -> Path:
+    """Return a library of the package, else that of the cache; build it if neither exists.
+
+    Raises:
+        BuildError: as `qtensor.build.cache.build`.
+    """
+    return find(spec) or build(spec)
+
+
 def provide(isa: str) -> Path:
     """Return the kernels of the package, else those of the cache; build them if neither exists.
 

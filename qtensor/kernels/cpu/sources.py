@@ -166,6 +166,26 @@ def piece_name(isa: str) -> str:
     return f"piece_{isa}"
 
 
+def attention_build_spec(isa: str) -> BuildSpec:
+    """Return how to build the kernels of attention for an instruction set."""
+    folder = FOLDER / "attention"
+    flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_attention_{isa}")
+    all_units = [Unit(folder / "attention.cpp", flags, "attention")]
+    if isa == "avx512":
+        # Its functions are called on CPUs that have these instructions.
+        all_units.append(Unit(folder / "dots.cpp", (*flags, "-mavx512bf16"), "dots"))
+    names = ("structs", "simd", "element_codes", "memory", "threads", "denormals")
+    return BuildSpec(
+        f"attention_{isa}",
+        tuple(all_units),
+        find_cxx,
+        (*sorted(folder.glob("*.h")), *(FOLDER / f"{name}.h" for name in names)),
+        _OPENMP,
+        title="CPU kernels of attention",
+        effort=10.0,
+    )
+
+
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
     names = ("torch_abi", "quantize_ops", "product_ops", "state_ops", "register")

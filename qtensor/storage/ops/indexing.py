@@ -1,21 +1,24 @@
-"""Read elements, masked values and rows of quantized tensors by index."""
+"""Read elements, masked values and rows of quantized tensors by index, and write rows."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import normalize
-from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
+from qtensor.core.row_format import RowFormat, row_format
+from qtensor.library.cache import CACHE_APPEND
 from qtensor.storage import geometry
 from qtensor.storage.base import is_quantized
 from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.views import view_tensor
-from qtensor.storage.ops.write import plain
+from qtensor.storage.ops.write import begin_write, encodable, plain
 from qtensor.storage.origin import FRESH
-from qtensor.storage.rebuild import Q, separate, with_buffers
+from qtensor.storage.rebuild import Q, is_row_major, separate, with_buffers
 
 if TYPE_CHECKING:
     from qtensor.storage.tensor import QuantizedTensor
@@ -106,3 +109,104 @@ def _index(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if rows.ndim == 1:
         return picked
     return view_tensor(picked, (*rows.shape, *t.shape[1:]), "index")
+
+
+def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
+    """Write rows into ``t``, in place: bytes of the same quantizer, or values, which it encodes.
+
+    Other rows are not read or written. A factor or maximum of the whole tensor stays as it is.
+
+    Args:
+        t: quantized, (d0, ..., dn).
+        dim: any but the last.
+        index: (count,) integers in [0, size of ``dim``), each once.
+        src: plain or quantized, of the shape of ``t`` with ``count`` in place of ``dim``.
+        op: the name of the calling op, for errors.
+
+    Raises:
+        QTensorError: a shape is wrong, or a factor serves several rows.
+    """
+    quantizer, shape = t._quantizer, tuple(t.shape)
+    label, wanted = f"{op}[{quantizer.format}]", (*shape[:dim], index.numel(), *shape[dim + 1 :])
+    form = _row_format(quantizer.canonical)
+    if form is None or dim == len(shape) - 1 or t._parts or not is_row_major(t):
+        rule = "rows are written along any dim but the last, into a row-major tensor without "
+        rule += "columnwise data, whose factors belong to one row or to the whole"
+        got = f"dim {dim} of {shape}, {quantizer.canonical}"
+        fix = "Write to the values of .dequantize(), and quantize them again"
+        fail(label, rule, got, fix, UnsupportedError)
+    rule = f"the rows must have the shape {wanted}"
+    check(tuple(src.shape) == wanted, label, rule, tuple(src.shape), "Reshape them")
+    begin_write(t)
+    codes, *others = t.buffers()
+    wide = others[-1] if form.divisor else None
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
+    slots = [slot for slot in quantizer.slots if slot.dims[0].axis in ("lead", "m")]
+    rows = [geometry.by_rows(t, slot) for slot in slots]
+    if is_quantized(src) and _has_bytes(src, t, wide):
+        new = [geometry.by_rows(src, slot) for slot in slots]
+        for to, source in zip(rows, new, strict=True):
+            to.index_copy_(dim, index, source[..., : to.shape[-1]])
+        return t
+    values = encodable(_values_of(src))
+    if wide is not None:
+        first = values.abs().amax().float() if form.factor is not None else 1.0
+        wide.copy_(torch.where(wide == 0, first, wide))
+    steps = torch.arange(inner, device=index.device)
+    # Beyond the end, where the op refuses it; a negative position would not be written.
+    index = torch.where(index < 0, shape[dim], index)
+    positions = (index.reshape(-1, 1) * inner + steps).flatten().expand(outer, -1)
+    flat = [each.view(outer, 1, shape[dim] * inner, each.shape[-1]) for each in rows]
+    factors = flat[1][..., : form.factors(shape[-1])] if len(flat) > 1 else None
+    x = values.reshape(outer, 1, -1, shape[-1])
+    sides = (flat[0], factors, None, None, form.text, "")
+    CACHE_APPEND(x, None, positions, *sides, k_global=wide)
+    return t
+
+
+def _row_format(canonical: str) -> RowFormat | None:
+    """Return the format of single rows; None if a factor serves several of them."""
+    try:
+        return row_format(canonical)
+    except QTensorError:
+        return None
+
+
+def _has_bytes(src: QuantizedTensor, t: QuantizedTensor, wide: Tensor | None) -> bool:
+    """Return whether the bytes of ``src`` mean in ``t`` what they mean in ``src``."""
+    if src._quantizer != t._quantizer or src._parts:
+        return False
+    return wide is None or torch.equal(src.buffers()[-1], wide)
+
+
+@implements(PRESERVE, "index_copy_")
+def _index_copy_(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    t, dim, index, src = args
+    if not is_quantized(t):
+        return func(t, dim, index, plain(src))
+    return write_rows(t, normalize(dim, t.ndim), index, src, "index_copy_")
+
+
+@implements(PRESERVE, "index_put_")
+def _index_put_(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Handle ``t[:, index] = rows`` with one vector of integers."""
+    t, indices, src = args[:3]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if not is_quantized(t):
+        return func(t, indices, plain(src), accumulate)
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if accumulate or len(dims) != 1 or indices[dims[0]].dtype in _MASKS:
+        rule = "rows are assigned by one vector of integers, without accumulation"
+        got = [None if i is None else f"{i.dtype} {tuple(i.shape)}" for i in indices]
+        fix = "Call .dequantize() first, and quantize the result"
+        fail(f"index_put_[{t._quantizer.format}]", rule, got, fix, UnsupportedError)
+    dim, index = dims[0], indices[dims[0]].reshape(-1)
+    shape = (*t.shape[:dim], index.numel(), *t.shape[dim + 1 :])
+    src = src if tuple(src.shape) == shape else _values_of(src).expand(shape)
+    index = torch.where(index < 0, index + t.shape[dim], index)
+    return write_rows(t, dim, index, src, "index_put_")
+
+
+def _values_of(t: Tensor) -> Tensor:
+    """Return the values of a quantized tensor, and a plain one as it is."""
+    return plain(t) if is_quantized(t) else t

@@ -7,6 +7,7 @@ Such a view is a tensor of the class of its parts, and holds these parts instead
 | transposed | (..., B, A) of a stack (..., A, B) | ``stack.mT`` |
 | flat | (numel,) | ``view(-1)`` of a tensor whose codes or factors have no 1-D form |
 | stacked | (n * d0, ...) of n parts (d0, ...) | a gather of parts that do not make up one tensor |
+| sliced | (..., d, ..., K), a part (d, ..., K) for each index before d | a slice of a middle dim |
 
 ``dequantize``, products, writes, and views that lead back to the parts use the parts. Reading a
 buffer gives a new copy of the current bytes, or raises an error. The copy is not cached, so a later
@@ -202,7 +203,10 @@ class Stacked(Layout):
                 return [same(part) for part in parts]
         if name in _VIEWS and (dim := self._gather_dim(t, _known_sizes(t, args[0]))) is not None:
             return torch.ops.aten.cat(list(parts), dim)
-        # Other views read a copy, so writes to them raise an error.
+        return self._view_of_copy(func, t, args)
+
+    def _view_of_copy(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
+        """Return a view of a copy; a write to it raises an error."""
         copied = self.laid_out(t)
         set_origin(copied, Origin(is_part=True, is_copy=True, may_be_padded=True))
         return func(copied, *args)
@@ -221,10 +225,32 @@ class Stacked(Layout):
         return None
 
 
+class Sliced(Stacked):
+    """A slice of a middle dim, whose factors are not evenly spaced."""
+
+    def values(self, t: QuantizedTensorStorage, dtype: torch.dtype | None) -> Tensor:
+        """Return the values of all parts."""
+        return super().values(t, dtype).view(t.shape)
+
+    def laid_out(self, t: QuantizedTensor) -> QuantizedTensor:
+        """Return the parts as one tensor with buffers."""
+        return super().laid_out(t).view(t.shape)
+
+    def write(self, t: QuantizedTensor, src: Tensor, copy: Copy) -> None:
+        """Write into each part."""
+        first = t._parts[0].shape
+        super().write(t, src.reshape(len(t._parts) * first[0], *first[1:]), copy)
+
+    def view(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
+        """Return a view of a copy."""
+        return self._view_of_copy(func, t, args)
+
+
 LAYOUTS: dict[str, Layout] = {
     "transposed": Transposed(),
     "flat": Flat(),
     "stacked": Stacked(),
+    "sliced": Sliced(),
 }
 """Layouts by the name that an origin holds."""
 
@@ -347,6 +373,11 @@ def stacked(parts: Sequence[Q]) -> Q:
 
 
 FROM_PARTS["stacked"] = stacked
+
+
+def sliced(parts: Sequence[Q], shape: Shape) -> Q:
+    """Return the slices (d, ..., K) of all indices before a middle dim, as one view ``shape``."""
+    return _lazy(shape, parts[0]._quantizer, parts, "sliced")
 
 
 def _lazy(shape: Shape, quantizer: QuantizerLike, parts: Sequence[Q], layout: str) -> Q:

@@ -11,7 +11,7 @@ import torch
 from qtensor.core.buffer_shapes import normalize, rows_cols, squeezed, unsqueezed
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.storage import geometry
-from qtensor.storage.ops.lazy_view import flat, transposed_stack
+from qtensor.storage.ops.lazy_view import flat, sliced, transposed_stack
 from qtensor.storage.ops.padding import buffers_before, may_end_with_padding
 from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.write import plain
@@ -65,6 +65,12 @@ def slice_tensor(t: Q, dim: int, start: int, end: int) -> Q:
     """
     total = t.shape[dim]
     shape = (*t.shape[:dim], end - start, *t.shape[dim + 1 :])
+    outer = 1 if dim == t.ndim - 1 else math.prod(t.shape[:dim])
+    if outer > 1 and end - start != total and _has_rows(t):
+        # The factors of the rows between two slices lie between them.
+        matrices = view_tensor(t, (outer, *t.shape[dim:]))
+        parts = [slice_tensor(m, 0, start, end) for m in torch.ops.aten.unbind(matrices)]
+        return sliced(parts, shape)
     is_padded = start == 0 and end < total and may_end_with_padding(t, dim)
     if is_padded and (buffers := buffers_before(t, dim, end)) is not None:
         inside = Padded(same(t), dim, cuts_a_block=True)
@@ -82,6 +88,14 @@ def slice_tensor(t: Q, dim: int, start: int, end: int) -> Q:
     strides = strides_of(t)
     return part(
         t, buffers, shape, strides=strides, shared=shared, quantizer=quantizer, padded=padded
+    )
+
+
+def _has_rows(t: QuantizedTensor) -> bool:
+    """Return whether factors of ``t`` run along its rows, each with those of its own row alone."""
+    quantizer = t._quantizer
+    return geometry.has_row_factors(quantizer) and any(
+        d.axis == "m" for slot in quantizer.slots for d in slot.dims
     )
 
 
@@ -116,7 +130,10 @@ def _select(func: Op, args: Args, kwargs: Kwargs) -> Any:
         )
     index = index % total
     selected = slice_tensor(t, dim, index, index + 1)
-    return view_tensor(selected, (*t.shape[:dim], *t.shape[dim + 1 :]), "select")
+    shape = (*t.shape[:dim], *t.shape[dim + 1 :])
+    if selected._parts:
+        return sliced(selected._parts, shape)
+    return view_tensor(selected, shape, "select")
 
 
 @implements(PRESERVE, "split", "split_with_sizes")

@@ -18,6 +18,7 @@ from qtensor.core.torch_state import OWN_KEY, OWN_KEY_NAME, watched, without_own
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.ops import products
 from qtensor.storage.ops.table import Op
+from qtensor.storage.ops.whole_attention import attend
 
 _LINEAR, _MATMUL = torch.ops.aten.linear.default, torch.ops.aten.matmul.default
 _MATMUL_OUT = torch.ops.aten.matmul.out
@@ -96,5 +97,10 @@ def install() -> None:
         return
     # Without a kernel for every other op, each op of a quantized tensor would stop at the key.
     _ALL_OPS.fallback(torch.library.fallthrough_kernel, OWN_KEY_NAME)
-    for name, function in (("linear", _linear), ("matmul", _matmul), ("matmul.out", _matmul_out)):
+    for name, function in (
+        ("linear", _linear),
+        ("matmul", _matmul),
+        ("matmul.out", _matmul_out),
+        ("scaled_dot_product_attention", attend),
+    ):
         _LIBRARY.impl(name, function, OWN_KEY_NAME)

@@ -69,7 +69,7 @@ def _copy_part(
     Bytes are copied if the factors are equal. Otherwise the values are encoded with the factors of
     ``dst``. The device compares the factors, so that the call can be traced and never waits.
     """
-    values = _encodable(plain(src))
+    values = encodable(plain(src))
     encoded = _encode_part(dst, values, shared)
     equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
     for slot, new in zip(dst._quantizer.slots, encoded, strict=False):
@@ -79,7 +79,7 @@ def _copy_part(
     return dst
 
 
-def _encodable(values: Tensor) -> Tensor:
+def encodable(values: Tensor) -> Tensor:
     """Return ``values`` in a dtype that the ops encode: a tensor may show float64."""
     return values if values.dtype in INPUT_DTYPES else values.to(torch.float32)
 
@@ -165,7 +165,7 @@ def requantize_(dst: QuantizedTensor, values: Tensor) -> QuantizedTensor:
         layout.write(dst, values, copy_into)
         return dst
     shared = begin_write(dst)
-    values = _encodable(values).to(dst.device)
+    values = encodable(values).to(dst.device)
     quantizer = dst._quantizer
     if ROUNDS_AT_RANDOM.get() and not quantizer.stochastic_rounding:
         values = round_at_random(values.contiguous(), quantizer.element.mantissa_bits)

@@ -1,0 +1,190 @@
+"""Attention by CPU kernels, in a library of their own that is built at the first call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qtensor.core.errors import QTensorError
+from qtensor.core.row_format import RowFormat, row_format
+from qtensor.kernels.cpu.native import PLAIN_TYPES
+
+if TYPE_CHECKING:
+    from qtensor.library.attention import AttentionArgs
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+_ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}
+_PLAIN = {torch.bfloat16: 5, torch.float16: 6, torch.float32: 7}
+_LOG2_E = 1.4426950408889634
+_SIZE_UNIT, _MOST_SIZE = 32, 1024
+"""The head sizes of the kernels: multiples of the first up to the second."""
+_ONE_THREAD = 1 << 18
+"""Products of scores up to which a call uses one thread: waking another one costs more time."""
+
+
+def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class StoredRows(ctypes.Structure):
+    """`StoredRows` of attention.h: the buffers of keys or values, and how they are stored."""
+
+    _fields_ = [
+        *_fields("codes factors", ctypes.c_void_p),
+        *_fields("outer head token factor_outer factor_head factor_token", ctypes.c_int64),
+        *_fields("element packed block factor_id size", ctypes.c_int64),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """`AttentionCall` of attention.h."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        *_fields("q_dtype q_batch q_head q_query", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        *_fields("batch heads groups queries", ctypes.c_int64),
+        *_fields("k v", StoredRows),
+        ("table", ctypes.c_void_p),
+        *_fields("table_stride page pages capacity", ctypes.c_int64),
+        *_fields("lengths positions first", ctypes.c_void_p),
+        *_fields("causal window", ctypes.c_int64),
+        ("mask", ctypes.c_void_p),
+        *_fields(
+            "mask_dtype mask_batch mask_head mask_query mask_token mask_tokens", ctypes.c_int64
+        ),
+        ("sinks", ctypes.c_void_p),
+        *_fields("sink_batch sink_head sink_query threads bfloat16_dots", ctypes.c_int64),
+        *_fields("pre cap post", ctypes.c_double),
+    ]
+
+
+@functools.cache
+def library() -> Any:
+    """Return the kernels of attention, built at the first call; None if there are none."""
+    if os.environ.get("QTENSOR_NATIVE") == "0":
+        return None
+    # Only a process that computes needs the compiler cache.
+    from qtensor.kernels.cpu import prebuilt, sources  # noqa: PLC0415
+
+    spec = sources.attention_build_spec(sources.choose_isa())
+    try:
+        handle = ctypes.CDLL(str(prebuilt.provide_one(spec)))
+        if handle.qt_attention_abi() != 1000 + ctypes.sizeof(AttentionCall):
+            raise OSError("the library of attention is not one of this version of qtensor")
+    except (QTensorError, OSError, AttributeError) as error:
+        warnings.warn(
+            f"attention runs without its native kernels (same bytes, many times slower): {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    handle.qt_attention.argtypes = (ctypes.c_void_p,)
+    return handle
+
+
+@functools.cache
+def _has_bfloat16_dots() -> bool:
+    from qtensor.kernels.cpu.sources import capabilities  # noqa: PLC0415
+
+    return bool(capabilities().get("avx512_bf16"))
+
+
+def _serves(*tensors: Tensor | None) -> bool:
+    return all(t is None or (type(t) in PLAIN_TYPES and t.is_cpu) for t in tensors)
+
+
+def _stored(codes: Tensor, factors: Tensor | None, form: RowFormat) -> StoredRows | None:
+    """Return the description of buffers; None if the kernels have no such head size."""
+    size = form.size(codes.shape[3])
+    if size % _SIZE_UNIT or not 0 < size <= _MOST_SIZE:
+        return None
+    outer, head, token, _ = (s * codes.element_size() for s in codes.stride())
+    strides = (0, 0, 0)
+    factor_id = 0
+    if factors is not None:
+        one, two, three, _ = (s * factors.element_size() for s in factors.stride())
+        strides = (one, two, three)
+        factor_id = 1 if form.factor is torch.float32 else 3 if form.divisor else 2
+    element = _PLAIN[codes.dtype] if form.element is None else _ELEMENTS[form.element.name]
+    return StoredRows(
+        codes.data_ptr(),
+        None if factors is None else factors.data_ptr(),
+        *(outer, head, token, *strides),
+        *(element, int(form.group == (4, 3)), form.block, factor_id, size),
+    )
+
+
+def _indices(t: Tensor | None) -> Tensor | None:
+    """Return contiguous int64 indices."""
+    return None if t is None else t.to(torch.int64).contiguous()
+
+
+def _address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _float32(value: float) -> float:
+    return ctypes.c_float(value).value
+
+
+def _wide(value: Tensor | None, form: RowFormat) -> float:
+    """Return the float32 factor of a whole cache."""
+    return 1.0 if value is None else _float32(value.item() / form.divisor)
+
+
+def attention_(out: Tensor, args: AttentionArgs) -> bool:
+    """Write the attention of a call whose shapes and dtypes are checked.
+
+    Returns:
+        False with nothing written if no kernel serves the call, or if lengths or pages are outside
+        the cache.
+    """
+    q, mask, sinks = args.q, args.mask, args.sinks
+    tensors = (q, args.k, args.k_factors, args.v, args.v_factors, args.lengths, args.positions)
+    if not _serves(*tensors, args.first, mask, sinks, args.block_table, args.k_global):
+        return False
+    k_form, v_form = row_format(args.k_format), row_format(args.v_format)
+    k = _stored(args.k, args.k_factors, k_form)
+    v = _stored(args.v, args.v_factors, v_form)
+    handle = library() if k is not None and v is not None else None
+    if handle is None or not _serves(args.v_global):
+        return False
+    batch, heads, queries, size = q.shape
+    q = q if q.stride(3) == 1 else q.contiguous()
+    table, lengths = _indices(args.block_table), _indices(args.lengths)
+    positions, first = _indices(args.positions), _indices(args.first)
+    mask_strides, mask_dtype = (0, 0, 0, 0), 0
+    if mask is not None:
+        mask_dtype = _DTYPES[mask.dtype]
+        mask_strides = mask.expand(batch, heads, queries, -1).stride()
+    sink_strides = (0, 0, 0)
+    if sinks is not None:
+        sinks = sinks.float()
+        every = sinks[:, None] if sinks.ndim == 1 else sinks
+        sink_strides = every.expand(batch, heads, queries).stride()
+    factor = _LOG2_E * args.scale
+    factor = 2.0 * factor / args.soft_cap if args.soft_cap else factor
+    page = 0 if table is None else args.k.shape[2]
+    columns = 1 if table is None else table.shape[1]
+    tokens = args.k.shape[2] * columns
+    work = batch * heads * queries * tokens * size
+    call = AttentionCall(
+        *(q.data_ptr(), _DTYPES[q.dtype], *q.stride()[:3], out.data_ptr()),
+        *(batch, args.k.shape[1], heads // args.k.shape[1], queries, k, v),
+        *(_address(table), columns, page, args.k.shape[0], tokens),
+        *(_address(lengths), _address(positions), _address(first), args.causal, args.window),
+        *(_address(mask), mask_dtype, *mask_strides, 0 if mask is None else mask.shape[3]),
+        *(_address(sinks), *sink_strides),
+        *(torch.get_num_threads() if work > _ONE_THREAD else 1, 0),
+        _float32(factor * _wide(args.k_global, k_form)),
+        _float32(args.soft_cap * _LOG2_E),
+        _wide(args.v_global, v_form),
+    )
+    return bool(handle.qt_attention(ctypes.byref(call)) == 0)

@@ -1,0 +1,166 @@
+// Attention over rows of keys and values as they are stored: what all instruction sets share. The order of
+// the sums is part of the result (docs/numerics.md, "Attention").
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "fused.h"
+
+namespace QT_NAMESPACE {
+
+constexpr int TOKENS = 16;  // a group: lanes of scores
+constexpr int CHUNK = 256;  // tokens that share a maximum
+constexpr int GROUPS = CHUNK / TOKENS;
+constexpr i64 SEGMENT = 4 * CHUNK;          // tokens whose results are merged first
+constexpr int PARTS = TOKENS / W;           // vectors of a group
+constexpr int MOST_ROWS = W == 16 ? 8 : 4;  // that are multiplied at once
+constexpr float LEAST_VALUE = 0x1p-64f;     // of plain rows; smaller ones count as 0
+
+// How rows are stored. Elements above E2M1 are plain: STORED_BF16 and so on.
+enum Stored { STORED_BF16 = 5, STORED_F16 = 6, STORED_F32 = 7 };
+enum FactorId { NO_FACTOR = 0, FACTOR_ROW = 1, FACTOR_E8M0 = 2, FACTOR_E4M3 = 3 };
+
+// The rows of keys or of values. Strides are bytes: of a sequence or page, a head and a token.
+struct StoredRows {
+    const u8 *codes, *factors;
+    i64 outer, head, token;
+    i64 factor_outer, factor_head, factor_token;
+    i64 element, packed;   // packed: four codes in three bytes
+    i64 block, factor_id;  // block: values that share a factor; 0: a row
+    i64 size;              // of the head, a multiple of 32
+
+    bool plain() const { return element > E2M1; }
+    // Whether bfloat16 holds every value.
+    bool narrow() const { return element <= STORED_BF16; }
+    i64 bytes() const {
+        return element == E2M1          ? size / 2
+               : packed                 ? size / 4 * 3
+               : element == STORED_F32  ? size * 4
+               : element >= STORED_BF16 ? size * 2
+                                        : size;
+    }
+    int piece() const { return block ? int(block) : 32; }
+    int factor_count() const { return factor_id == NO_FACTOR ? 0 : block ? int(size / block) : 1; }
+    float least() const { return plain() ? 0x1p-48f : 0x1p-96f; }
+};
+
+struct AttentionCall {
+    const u8* q;  // (batch, groups * heads, queries, k.size), strides in elements
+    i64 q_dtype, q_batch, q_head, q_query;
+    void* out;  // (batch, groups * heads, queries, v.size), contiguous, the dtype of q
+    i64 batch, heads, groups, queries;
+    StoredRows k, v;
+    const i64* table;  // (batch, table_stride) pages, or null
+    i64 table_stride, page, pages, capacity;
+    const i64 *lengths, *positions, *first;  // (batch), (batch, queries) or null, (batch) or null
+    i64 causal, window;
+    const u8* mask;  // with strides in elements, 0 for a dim of size 1; or null
+    i64 mask_dtype, mask_batch, mask_head, mask_query, mask_token, mask_tokens;  // dtype 3: bool
+    const float* sinks;                                                          // with strides, or null
+    i64 sink_batch, sink_head, sink_query;
+    i64 threads, bfloat16_dots;
+    double pre, cap, post;  // float32 numbers
+
+    i64 rows() const { return groups * queries; }
+};
+
+// What a row of queries sees: tokens lo .. hi.
+struct Seen {
+    i64 lo, hi;
+    bool none() const { return lo > hi; }
+    bool misses(i64 first, i64 count) const { return none() || first > hi || first + count <= lo; }
+};
+INLINE Seen seen_by(const AttentionCall& c, i64 b, i64 query) {
+    Seen s{0, c.lengths[b] - 1};
+    const i64 at = c.positions ? c.positions[b * c.queries + query] : c.lengths[b] - c.queries + query;
+    if (c.causal) s.hi = std::min(s.hi, at);
+    if (c.window) s.lo = std::max(s.lo, at - c.window + 1);
+    if (c.first) s.lo = std::max(s.lo, c.first[b]);
+    return s;
+}
+
+// 2^x for x <= 0: 0 below -96, NaN for NaN.
+INLINE VF exp2_of(VF x) {
+    const VF least = all(-96.0f), magic = all(0x1.8p23f);
+    const VF inside = x < least ? least : x;
+    const VF shifted = inside + magic, f = inside - (shifted - magic);
+    VF y = all(0.00015353356138803065f);
+    for (const float c : {0.0013398876180872321f, 0.009618437848985195f, 0.055503323674201965f,
+                          0.24022647738456726f, 0.6931471824645996f, 1.0f})
+        y = fused(y, f, all(c));
+    const VF power = (VF)((VI)y + (((VI)shifted - all(0x4b400000)) << 23));
+    return x < least ? VF{} : x == x ? power : x;
+}
+static inline float exp2_of(float x) { return exp2_of(all(x))[0]; }
+
+INLINE VF bfloat16_rounded(VF v) {
+    const VI b = (VI)v, rounded = (b + all(0x7fff) + ((VI)((VU)b >> 16) & all(1))) & all(i32(0xffff0000));
+    return v == v ? (VF)rounded : v;
+}
+static inline float fused_one(float a, float b, float c) { return fused(all(a), all(b), all(c))[0]; }
+
+// The result of a row over some tokens. `some`: there is a score above -inf.
+struct Partial {
+    float most, sum;
+    bool some;
+};
+// Merges v of `next` into o of `done`, which come before.
+static inline void merge(Partial& done, float* o, const Partial& next, const float* v, i64 size) {
+    if (!next.some) return;
+    if (!done.some) {
+        done = next;
+        memcpy(o, v, sizeof(float) * size_t(size));
+        return;
+    }
+    const float most = std::max(done.most, next.most);
+    const float a = exp2_of(done.most - most), b = exp2_of(next.most - most);
+    done = {most, fused_one(done.sum, a, next.sum * b), true};
+    for (i64 i = 0; i < size; i += W) store(o + i, fused(load<VF>(o + i), all(a), load<VF>(v + i) * all(b)));
+}
+
+// ---- products of decoded rows, in tiles of a group of tokens
+// Keys: (positions of a row, TOKENS); values: (TOKENS, positions). Narrow tiles hold bfloat16 pairs in one
+// u32: of positions 2 i and 2 i + 1 for keys, of tokens 2 j and 2 j + 1 for values; the odd one is the high
+// half and comes first in a sum.
+// Memory that is read soon: rows of `bytes`, `stride` apart. A few lines are fetched with each step of the
+// products: many requests at once would hold up loads, and few of them use the memory less.
+struct Ahead {
+    const u8* at = nullptr;
+    i64 stride = 0, bytes = 0, left = 0, byte = 0, each = 0;
+    Ahead() {}
+    // `steps`: how often step() is called.
+    Ahead(const u8* rows, i64 stride, i64 bytes, i64 steps)
+        : at(rows), stride(stride), bytes(bytes), left(rows ? TOKENS * ((bytes + 63) / 64) : 0) {
+        each = (left + steps - 1) / steps;
+    }
+    ALWAYS_INLINE void step() {
+        for (i64 i = 0; i < each && left; i++, left--) {
+            __builtin_prefetch(at + byte);
+            byte += 64;
+            if (byte >= bytes) byte = 0, at += stride;
+        }
+    }
+};
+struct ScoreTask {
+    const void* tile;
+    i64 size, piece;
+    const float* factors;  // (pieces, TOKENS), or null
+    const void* q;         // float (rows, size), or u32 pairs (rows, size / 2)
+    float* s;              // (rows, CHUNK)
+    Ahead* ahead;
+};
+struct ValueTask {
+    const void* tile;
+    i64 size, block;  // block: values that share a weight, or 0
+    const void* p;    // float (rows, blocks, TOKENS), or u32 pairs (rows, blocks, TOKENS / 2)
+    i64 p_row;        // stride of rows in p, in elements of it
+    float* o;         // (rows, size)
+    Ahead* ahead;
+};
+// By the number of rows: 1, 2, 4, 8.
+struct Products {
+    void (*scores[4])(const ScoreTask&);
+    void (*values[4])(const ValueTask&);
+};
+
+}  // namespace QT_NAMESPACE

@@ -1,0 +1,137 @@
+"""Compute attention over sequences of different lengths, with the arguments of ``varlen_attn``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtensor.core.errors import UnsupportedError, check, fail
+from qtensor.library.attention import ATTENTION
+from qtensor.storage.base import TensorOrStorage
+from qtensor.storage.ops.attention import Stored, stored
+
+
+def varlen_attention(
+    query: Tensor,
+    key: TensorOrStorage,
+    value: TensorOrStorage,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of N sequences, as ``torch.nn.attention.varlen.varlen_attn`` has it.
+
+    Keys and values may be quantized, and all devices serve. The last query of a sequence is at the
+    position of its last token. The result has no gradient, and its bits depend on no other
+    sequence, so there is no ``num_splits``.
+
+    Args:
+        query: (Tq, Hq, D), the queries of all sequences, one after the other.
+        key: (Tk, H, D), or (pages, page, H, D) with a block table.
+        value: (Tk, H, E), or (pages, page, H, E).
+        cu_seq_q: (N + 1,) integers: the queries of sequence i are ``cu_seq_q[i]`` to
+            ``cu_seq_q[i + 1]``.
+        cu_seq_k: the same for keys; None with a block table.
+        max_q: the most queries of a sequence; not needed.
+        max_k: the most keys of a sequence; not needed.
+        scale: ``1 / sqrt(D)`` if None.
+        window_size: how many tokens before and after its own a query sees; -1 for all.
+        enable_gqa: allow fewer heads of keys than of queries.
+        seqused_k: (N,) integers: only so many keys of each sequence are used.
+        block_table: (N, pages of a sequence) integers; needs ``seqused_k``.
+
+    Returns:
+        (Tq, Hq, E) in the dtype of ``query``.
+
+    Raises:
+        QTensorError: shapes, heads or lengths do not fit each other.
+        UnsupportedError: a gradient is needed.
+    """
+    op = "varlen_attention"
+    if torch.is_grad_enabled() and query.requires_grad:
+        fail(
+            op, "there is no gradient", "a query that requires grad", "Detach it", UnsupportedError
+        )
+    check(query.ndim == 3, op, "query must be (tokens, heads, size)", tuple(query.shape), "Fix it")
+    k, v = stored("key", key), stored("value", value)
+    paged = block_table is not None
+    rule = "a block table needs seqused_k and (pages, page, heads, size), else keys need cu_seq_k"
+    fits = (seqused_k if paged else cu_seq_k) is not None
+    fits = fits and len(key.shape) == len(value.shape) == (4 if paged else 3)
+    check(fits, op, rule, f"{tuple(key.shape)}, {tuple(value.shape)}", "Pass them")
+    rule, got = "heads differ only with enable_gqa=True", f"{query.shape[1]} and {key.shape[-2]}"
+    check(enable_gqa or query.shape[1] == key.shape[-2], op, rule, got, "Pass it")
+    starts, ends = _bounds(cu_seq_q), None if cu_seq_k is None else _bounds(cu_seq_k)
+    used = None if seqused_k is None else seqused_k.to(torch.int64)
+    results = []
+    for i in range(len(starts) - 1):
+        part = query[starts[i] : starts[i + 1]].transpose(0, 1).unsqueeze(0)
+        if paged:
+            assert block_table is not None and used is not None
+            sides, table, lengths = (k, v), block_table[i : i + 1], used[i]
+        else:
+            assert ends is not None
+            sides = (_tokens(k, ends[i], ends[i + 1]), _tokens(v, ends[i], ends[i + 1]))
+            table, count = None, torch.tensor(ends[i + 1] - ends[i], device=query.device)
+            lengths = count if used is None else torch.minimum(used[i], count)
+        sides = tuple(_by_heads(side) for side in sides)
+        results.append(_one(part, sides, lengths.reshape(1), table, scale, window_size))
+    if not results:
+        return query.new_empty(0, query.shape[1], v.codes.shape[-1])
+    return torch.cat([y[0].transpose(0, 1) for y in results])
+
+
+def _bounds(cumulative: Tensor) -> list[int]:
+    rule = "cumulative lengths must be a vector that begins with 0 and never falls"
+    found: list[int] = cumulative.tolist() if cumulative.ndim == 1 else []
+    fits = len(found) > 0 and found[0] == 0 and found == sorted(found)
+    check(fits, "varlen_attention", rule, tuple(cumulative.shape), "Pass cumsum(0) of lengths")
+    return found
+
+
+def _tokens(side: Stored, start: int, end: int) -> Stored:
+    """Return the tokens of a sequence, (1, tokens, H, ...)."""
+    factors = None if side.factors is None else side.factors[None, start:end]
+    return side._replace(codes=side.codes[None, start:end], factors=factors)
+
+
+def _by_heads(side: Stored) -> Stored:
+    """Return (places, H, tokens, ...) of (places, tokens, H, ...)."""
+    factors = None if side.factors is None else side.factors.transpose(1, 2)
+    return side._replace(codes=side.codes.transpose(1, 2), factors=factors)
+
+
+def _one(
+    q: Tensor,
+    sides: tuple[Stored, Stored],
+    lengths: Tensor,
+    block_table: Tensor | None,
+    scale: float | None,
+    window: tuple[int, int],
+) -> Tensor:
+    """Return the attention of one sequence, (1, Hq, M, E)."""
+    (k, v), (before, after) = sides, window
+    mask, causal = None, after == 0
+    if not causal and (before >= 0 or after > 0):
+        tokens = torch.arange(int(lengths), device=q.device)
+        own = torch.arange(q.shape[2], device=q.device) + (lengths - q.shape[2])
+        distance = tokens - own.unsqueeze(1)
+        mask = (distance <= after) if after >= 0 else torch.ones_like(distance, dtype=torch.bool)
+        mask = (mask & (distance >= -before) if before >= 0 else mask)[None, None]
+    return ATTENTION(
+        *(q, k.codes, k.factors, v.codes, v.factors, k.format, v.format, lengths),
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        causal=causal,
+        window=before + 1 if causal and before >= 0 else 0,
+        mask=mask,
+        block_table=block_table,
+        k_global=k.wide,
+        v_global=v.wide,
+    )
