@@ -342,8 +342,8 @@ class DotProductAttention(QuantizedModule):
             fix = "Call eval(), use torch.no_grad() and a causal mask"
             fail(self.label, rule, f"{mask.kind}, {layout}", fix, UnsupportedError)
         q, k, v = (heads_first(t, layout) for t in qkv)
-        cache.append(k, v)
-        out = cache.attend(q, scale=float(self._scale), causal=True, window=mask.window[0] + 1)
+        left = mask.window[0]
+        out = cache.update(q, k, v, scale=float(self._scale), window=None if left < 0 else left + 1)
         return heads_last(out, layout)
 
     def extra_repr(self) -> str:

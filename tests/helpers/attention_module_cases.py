@@ -131,13 +131,11 @@ class PlainCache:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def update(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
         self.k = k if self.k is None else torch.cat((self.k, k), 2)
         self.v = v if self.v is None else torch.cat((self.v, v), 2)
-
-    def attend(self, q: Tensor, *, scale: float, causal: bool = True, window: int = 0) -> Tensor:
-        assert self.k is not None
-        assert self.v is not None
         mask = Mask("causal_bottom_right", (window - 1, 0) if window else NO_WINDOW)
         sizes = (q.shape[2], self.k.shape[2])
         seen = table(mask, sizes, [sizes] * q.shape[0])

@@ -131,10 +131,14 @@ def test_packed_sequences_are_each_sequence_alone(gap, mask):
         assert torch.equal(a == 0, b == 0)
 
 
-def test_a_cache_gets_new_tokens_and_answers_for_all():
+@pytest.mark.parametrize("kind", [PlainCache, qtensor.KVCache])
+@pytest.mark.parametrize("window", [(5, 0), None])
+def test_a_cache_gets_new_tokens_and_answers_for_all(kind, window):
     sizes = Sizes(queries=24, keys=24)
-    layer = module(sizes, "sbhd", window_size=(5, 0)).eval()
+    layer = module(sizes, "sbhd", window_size=window).eval()
     cache = PlainCache()
+    if kind is qtensor.KVCache:
+        cache = kind(sizes.batch, sizes.groups, sizes.size, sizes.keys, k_format="float32")
     with torch.no_grad():
         q, k, v = sizes.draw("sbhd")
         whole = layer(q, k, v)

@@ -10,18 +10,21 @@ from torch import Tensor
 class AttentionCache(Protocol):
     """A cache of keys and values, as ``DotProductAttention`` uses one for inference.
 
-    One cache belongs to one layer. Both methods can be compiled.
+    One cache belongs to one layer; ``qtensor.KVCache`` is one.
     """
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Add the keys (B, G, N, D) and values (B, G, N, E) of N new tokens of each sequence."""
-
-    def attend(self, q: Tensor, *, scale: float, causal: bool = True, window: int = 0) -> Tensor:
-        """Return the attention (B, H, N, E) of queries (B, H, N, D) over all tokens of the cache.
+    def update(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Append the N tokens of each sequence, and return the causal attention of their queries.
 
         Args:
-            q: queries of the last N tokens.
+            q: (B, H, N, D).
+            k: (B, G, N, D).
+            v: (B, G, N, E).
             scale: multiplies the scores.
-            causal: let a query see the tokens up to its own alone.
-            window: let a query see that many tokens, its own the last; 0 for all.
+            window: let a query see that many tokens, its own the last; None for those of the cache.
+
+        Returns:
+            (B, H, N, E).
         """

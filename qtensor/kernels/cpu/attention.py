@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from qtensor.core.errors import QTensorError
 from qtensor.core.row_format import RowFormat, row_format
-from qtensor.kernels.cpu.native import PLAIN_TYPES
+from qtensor.kernels.cpu.buffers import has_memory
+from qtensor.kernels.cpu.native import is_off
 
 if TYPE_CHECKING:
     from qtensor.library.attention import AttentionArgs
@@ -68,7 +68,7 @@ class AttentionCall(ctypes.Structure):
 @functools.cache
 def library() -> Any:
     """Return the kernels of attention, built at the first call; None if there are none."""
-    if os.environ.get("QTENSOR_NATIVE") == "0":
+    if is_off():
         return None
     # Only a process that computes needs the compiler cache.
     from qtensor.kernels.cpu import prebuilt, sources  # noqa: PLC0415
@@ -97,7 +97,7 @@ def _has_bfloat16_dots() -> bool:
 
 
 def _serves(*tensors: Tensor | None) -> bool:
-    return all(t is None or (type(t) in PLAIN_TYPES and t.is_cpu) for t in tensors)
+    return all(t is None or has_memory(t) for t in tensors)
 
 
 def _stored(codes: Tensor, factors: Tensor | None, form: RowFormat) -> StoredRows | None:
