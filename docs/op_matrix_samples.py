@@ -98,6 +98,12 @@ PRESERVED: dict[str, Sample] = {
     "index": lambda o: A.index(o.matrix, [o.rows]),
     "constant_pad_nd": lambda o: A.constant_pad_nd(o.matrix, [0, 32, 0, 128]),
     "index_select": lambda o: A.index_select(o.matrix, 0, o.rows),
+    "index_copy_": _in_place(
+        lambda t, o: A.index_copy_(t, 0, o.rows, A.index_select(o.matrix, 0, o.rows.flip(0)))
+    ),
+    "index_put_": _in_place(
+        lambda t, o: A.index_put_(t, [o.rows], A.index_select(o.matrix, 0, o.rows.flip(0)))
+    ),
     "_pin_memory": lambda o: A._pin_memory(o.matrix),
     "is_pinned": lambda o: A.is_pinned(o.matrix),
     "is_same_size": lambda o: A.is_same_size(o.matrix, o.other),
@@ -267,7 +273,6 @@ def _fused(name: str, targets: list[Any], o: Operands) -> None:
 REFUSED: dict[str, Sample] = {
     "diagonal": lambda o: A.diagonal(o.matrix),
     "unfold": lambda o: A.unfold(o.matrix, 0, 32, 32),
-    "index_put_": lambda o: A.index_put_(o.matrix.clone(), [o.rows], torch.zeros(())),
     "gather": lambda o: A.gather(o.matrix, 1, o.mask.long()),
     "scatter_": lambda o: A.scatter_(o.matrix.clone(), 1, o.mask.long(), 0.0),
     "masked_select": lambda o: A.masked_select(o.matrix, o.mask),

@@ -211,7 +211,7 @@ class KVCache:
         if self.k_mean is not None:
             rule, fix = "keys without their mean change capped scores", "Leave out k_mean"
             check(not soft_cap, "KVCache.attention", rule, f"soft_cap={soft_cap}", fix)
-            sinks = sinks if sinks is None else self._shifted(sinks, q, scale)
+            sinks = sinks if sinks is None else _shifted(sinks, q, self.k_mean, scale)
         return ATTENTION(
             *(q, self._k.codes, self._k.factors, self._v.codes, self._v.factors),
             *(self._k.form.text, self._v.form.text, self.lengths, scale, causal),
@@ -245,14 +245,6 @@ class KVCache:
             results.append(self.attention(q[:, :, part], mask=shown, **options))
         return results[0] if len(results) == 1 else torch.cat(results, 2)
 
-    def _shifted(self, sinks: Tensor, q: Tensor, scale: float) -> Tensor:
-        """Return the sinks minus what the mean adds to the scores of the tokens, (B, Hq, M)."""
-        mean = self.k_mean
-        assert mean is not None
-        mean = mean.repeat_interleave(q.shape[1] // mean.shape[-2], -2).unsqueeze(-2)
-        sinks = sinks.float() if sinks.ndim == 3 else sinks.float()[:, None]
-        return sinks - (q.float() * mean).sum(-1) * scale
-
     def _make_room(self, tokens: int) -> None:
         if tokens <= self.capacity:
             return
@@ -269,16 +261,14 @@ class KVCache:
         """Derive the mean and the global values from the first tokens."""
         valid = (positions >= 0)[:, None, :, None]
         k = torch.where(valid, k.float(), 0.0)
-        if "k_mean" in self._unset:
-            assert self.k_mean is not None
+        if "k_mean" in self._unset and self.k_mean is not None:
             self.k_mean.copy_(k.sum(2) / valid.sum(2).clamp(min=1))
         if self.k_mean is not None:
             mean = self.k_mean if self.k_mean.ndim == 3 else self.k_mean[None]
             k = torch.where(valid, k - mean.unsqueeze(2), 0.0)
         for name, rows, x in (("k", self._k, k), ("v", self._v, v)):
-            if name in self._unset:
+            if name in self._unset and rows.wide is not None:
                 amax = torch.where(valid, x.float(), 0.0).abs().amax().clamp(min=2.0**-40)
-                assert rows.wide is not None
                 rows.wide.copy_(_wide(rows.form, amax * _MARGIN))
         self._unset = set()
 
@@ -389,3 +379,10 @@ class KVCache:
         k, v = self._k.form.text, self._v.form.text
         shape = (self.lengths.shape[0], self._k.shape[1], self.capacity)
         return f"KVCache({shape}, k={k} {self._k.shape[3]}, v={v} {self._v.shape[3]})"
+
+
+def _shifted(sinks: Tensor, q: Tensor, mean: Tensor, scale: float) -> Tensor:
+    """Return the sinks minus what the mean adds to the scores of the tokens, (B, Hq, M)."""
+    mean = mean.repeat_interleave(q.shape[1] // mean.shape[-2], -2).unsqueeze(-2)
+    sinks = sinks.float() if sinks.ndim == 3 else sinks.float()[:, None]
+    return sinks - (q.float() * mean).sum(-1) * scale

@@ -45,7 +45,7 @@ class Rows:
                 divide ``size``.
         """
         plain = isinstance(fmt, str) and fmt in PLAIN_FORMATS
-        self.form = row_format(fmt if plain else quantizer(fmt).canonical)  # type: ignore[arg-type]
+        self.form = row_format(fmt if plain else quantizer(fmt).canonical)
         self.quantizer: Quantizer | None = None if plain else parsed(self.form.text)
         if shape[3] % (self.form.block or 1):
             rule = f"the head size must be a multiple of {self.form.block} for {self.form.text}"

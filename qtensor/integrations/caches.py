@@ -47,7 +47,7 @@ class NewTokens(NamedTuple):
     v: Tensor
 
 
-class QTensorLayer(CacheLayerMixin):  # type: ignore[misc]
+class QTensorLayer(CacheLayerMixin):
     """The cache of one layer of a model.
 
     Attributes:
@@ -74,11 +74,15 @@ class QTensorLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the buffers for keys (B, H, N, D) and values (B, H, N, E)."""
+        self.cache = self._make(key_states, value_states)
+        self.is_initialized = True
+
+    def _make(self, key_states: Tensor, value_states: Tensor) -> KVCache:
         batch, heads, _, size = key_states.shape
         self.batch_size = batch
         # A ring of pages is for our attention: the others get all tokens, and mask them.
         ring = 0 if self._keeps_all or not _reads_codes(self.config) else self.window
-        self.cache = KVCache(
+        return KVCache(
             *(batch, heads, size, self.capacity or _START),
             v_head_size=value_states.shape[-1],
             grow=self.capacity is None,
@@ -87,17 +91,14 @@ class QTensorLayer(CacheLayerMixin):  # type: ignore[misc]
             device=key_states.device,
             **self.options,
         )
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the attention function reads: for ours the new tokens and the cache.
 
         Another attention gets the decoded values of all tokens.
         """
-        if self.cache is None:
-            self.lazy_initialization(key_states, value_states)
-        cache = self.cache
-        assert cache is not None
+        cache = self.cache = self.cache or self._make(key_states, value_states)
+        self.is_initialized = True
         if self.capacity is None:
             self._count += key_states.shape[2]
         if _reads_codes(self.config):
@@ -182,7 +183,7 @@ class QTensorLayer(CacheLayerMixin):  # type: ignore[misc]
         """Move the buffers back; transformers calls this only for caches that it offloads."""
 
 
-class QTensorCache(Cache):  # type: ignore[misc]
+class QTensorCache(Cache):
     """Keys and values of a model, quantized as they are appended.
 
     ``model.generate(ids, past_key_values=QTensorCache(model.config))``. With
@@ -285,8 +286,8 @@ def _is_latent(config: Any) -> bool:
 def attend(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor | NewTokens,
-    value: Tensor | NewTokens,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -319,7 +320,7 @@ def attend(
         UnsupportedError: a gradient, dropout, a bias or a cache of another class.
     """
     if _is_latent(module.config):
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
+        return sdpa_attention_forward(
             *(module, query, key, value, attention_mask),
             **{"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs},
         )
@@ -334,7 +335,6 @@ def attend(
     if isinstance(key, NewTokens):
         result = key.cache.update(query, key.k, key.v, **options)
     else:
-        assert isinstance(value, Tensor)
         if causal and key.shape[2] != query.shape[2]:
             rule = 'attn_implementation="qtensor" reads a QTensorCache'
             fix = "Pass past_key_values=QTensorCache(model.config), or use_cache=False"

@@ -12,7 +12,7 @@ from qtensor.core.buffer_shapes import Shape
 from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.attention import attention_
+from qtensor.kernels.cpu.attention import attention_, cache_append_
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
 from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton.calls import quantize_ as triton_quantize_
@@ -65,7 +65,7 @@ BACKENDS = {
 
 
 FLOATS: dict[str, dict[str, Callable[..., bool]]] = {
-    "cpu": {**CPU_FLOATS, "attention": attention_},
+    "cpu": {**CPU_FLOATS, "attention": attention_, "cache_append": cache_append_},
     "cuda": TRITON_FLOATS,
 }
 """Device type -> op -> kernel over plain tensors.

@@ -21,6 +21,7 @@ from qtensor.library.cache import (
     check_shape,
     check_side,
 )
+from qtensor.library.checks import PassedCalls
 from qtensor.library.define import below_autograd, empty, leaf_op
 from qtensor.library.quantize import INPUT_DTYPES
 from qtensor.reference import attention as reference
@@ -83,12 +84,25 @@ def _sides(args: AttentionArgs) -> tuple[CacheSide, CacheSide]:
     )
 
 
+_PASSED = PassedCalls()
+
+
 def _attention_alloc(args: AttentionArgs) -> Tensor:
+    signature = _PASSED.signature(args)
+    if signature not in _PASSED:
+        _check_attention(args)
+        _PASSED.add(signature)
+    size = row_format(args.v_format).size(args.v.shape[3])
+    return empty(args.q, (*args.q.shape[:3], size))
+
+
+def _check_attention(args: AttentionArgs) -> None:
     op, q = "attention", args.q
     k, v = _sides(args)
     check_rows(op, "q", q)
     batch, heads, queries, size = q.shape
-    k_size, v_size = check_side(op, k), check_side(op, v)
+    k_size = check_side(op, k)
+    check_side(op, v)
     rule = "q and k must have one head size"
     check(k_size == size, op, rule, f"{size} and {k_size}", "Fix one of them")
     rule = "k and v must have the same sequences or pages, heads and tokens"
@@ -116,7 +130,6 @@ def _attention_alloc(args: AttentionArgs) -> Tensor:
         sizes = zip(mask.shape, q.shape[:3], strict=False)
         fits = mask.ndim == 4 and all(n in (1, most) for n, most in sizes)
         check_shape(op, "mask", mask, f"({batch} or 1, {heads} or 1, {queries} or 1, tokens)", fits)
-    return empty(q, (batch, heads, queries, v_size))
 
 
 def _check_options(args: AttentionArgs) -> None:

@@ -17,10 +17,9 @@ from torch import Tensor
 from qtensor.core.errors import DtypeError, check, fail
 from qtensor.core.row_format import RowFormat, row_format
 from qtensor.kernels import table
-from qtensor.library.checks import check_one
-from qtensor.library.define import Written, WrittenOptional, below_autograd, leaf_op
+from qtensor.library.checks import PassedCalls, check_one
+from qtensor.library.define import Written, WrittenOptional, leaf_op
 from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE
-from qtensor.reference.denormals import denormals_kept
 from qtensor.reference.scaling import quotient
 
 _INDICES = (torch.int64, torch.int32)
@@ -208,7 +207,17 @@ def _appends(args: CacheAppendArgs) -> list[Append]:
     return [Append(args.k, args.k_mean, k), Append(args.v, None, v)]
 
 
+_PASSED = PassedCalls()
+
+
 def _append_check(args: CacheAppendArgs) -> None:
+    signature = _PASSED.signature(args)
+    if signature not in _PASSED:
+        _check_append(args)
+        _PASSED.add(signature)
+
+
+def _check_append(args: CacheAppendArgs) -> None:
     op, positions = "cache_append_", args.positions
     appends = _appends(args)
     for rows, mean, side in appends:
@@ -254,35 +263,40 @@ def _check_positions(args: CacheAppendArgs) -> None:
 
 
 def _append_fill(_: None, args: CacheAppendArgs) -> None:
-    _check_positions(args)
-    appends = _appends(args)
-    device = args.k.device.type
-    if not args.k.numel() or table.floats_("cache_append", device, appends, args):
+    positions, block_table = args.positions, args.block_table
+    if not args.k.numel():
         return
-    with below_autograd(), denormals_kept():
-        sequence, token = (args.positions >= 0).nonzero(as_tuple=True)
-        where = args.positions[sequence, token].long()
-        place = sequence
-        if args.block_table is not None:
-            page = args.k_codes.shape[2]
-            place = args.block_table[sequence, where // page].long()
-            where = where % page
-        for append in appends:
-            codes, factors = _encoded(append)
-            append.side.codes[place, :, where] = codes[sequence, :, token]
-            if append.side.factors is not None:
-                append.side.factors[place, :, where] = factors[sequence, :, token]
+    rows = []
+    for append in _appends(args):
+        rows += _encoded(append)
+    # Kernels check positions and pages themselves; those that are wrong end here.
+    if table.floats_("cache_append", args.k.device.type, rows, positions, block_table):
+        return
+    _check_positions(args)
+    lead = args.k.shape[:3]
+    sequence, token = (positions >= 0).nonzero(as_tuple=True)
+    where = positions[sequence, token].long()
+    place = sequence
+    if block_table is not None:
+        page = args.k_codes.shape[2]
+        place, where = block_table[sequence, where // page].long(), where % page
+    for source, target in rows:
+        new = source[: lead.numel(), : target.shape[3]].unflatten(0, lead)
+        target[place, :, where] = new[sequence, :, token]
 
 
-def _encoded(append: Append) -> tuple[Tensor, Tensor]:
-    """Return the codes and the factors of new rows, (B, H, N, ...); without factors, empty ones."""
+def _encoded(append: Append) -> list[tuple[Tensor, Tensor]]:
+    """Return encoded rows (B * H * N, width or more) and the buffers of the cache that take them.
+
+    The factors come last, if there are any; they may be padded.
+    """
     rows, mean, side = append
     if mean is not None:
         mean = mean.float()
         rows = rows.float() - (mean[:, None] if mean.ndim == 2 else mean.unsqueeze(2))
-    form, size = side.form, rows.shape[-1]
+    form, matrix = side.form, rows.reshape(-1, rows.shape[-1])
     if form.element is None:
-        return rows.to(form.dtype), rows.new_empty(*rows.shape[:3], 0)
+        return [(matrix.to(form.dtype).contiguous(), side.codes)]
     scale, amax = None, None
     if side.wide is not None:
         wide = side.wide.reshape(1)
@@ -290,11 +304,9 @@ def _encoded(append: Append) -> tuple[Tensor, Tensor]:
             scale = quotient(1.0, wide)
         else:
             amax = [wide]
-    made = QUANTIZE(rows.reshape(-1, size), form.text, scale, amax)
-    codes, lead = made[0].view(*rows.shape[:3], -1), rows.shape[:3]
-    if form.factor is None:
-        return codes, codes[..., :0]
-    return codes, made[1][: lead.numel(), : form.factors(size)].reshape(*lead, -1)
+    codes, *factors = QUANTIZE(matrix, form.text, scale, amax)
+    made = [(codes, side.codes)]
+    return made if side.factors is None else [*made, (factors[0], side.factors)]
 
 
 CACHE_APPEND = leaf_op("cache_append_", CacheAppendArgs, "()", _append_check, _append_fill)

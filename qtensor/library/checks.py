@@ -95,3 +95,39 @@ def check_factors(
         check(len(amax) == len(counts), name, rule, len(amax), fix)
         for value, count in zip(amax, counts, strict=True):
             check_one(name, "amax", value, torch.float32, count)
+
+
+_MOST_SIGNATURES = 4096
+
+
+class PassedCalls:
+    """The calls of an op that passed its checks, by everything that the checks read.
+
+    A call with one new token has many arguments and little work: checking it again would take as
+    long as the work.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[object, ...]] = set()
+
+    def signature(self, args: Sequence[object]) -> tuple[object, ...] | None:
+        """Return what checks of layouts can read, or None if a tensor is not a plain one."""
+        parts: list[object] = []
+        for value in args:
+            if isinstance(value, Tensor):
+                if type(value) is not Tensor or value.layout is not torch.strided:
+                    return None
+                parts += (value.dtype, value.shape, value.stride())
+            else:
+                parts.append(value)
+        return tuple(parts)
+
+    def __contains__(self, signature: tuple[object, ...] | None) -> bool:
+        return signature in self._known
+
+    def add(self, signature: tuple[object, ...] | None) -> None:
+        """Remember a call."""
+        if signature is not None:
+            if len(self._known) >= _MOST_SIGNATURES:
+                self._known.clear()
+            self._known.add(signature)

@@ -143,7 +143,9 @@ class Problem:
     def run(self, **more: Any) -> Tensor:
         """Call the op; ``more`` replaces options."""
         k, v, paged = self.cache()
-        return attend(self.q(), k, v, self.lengths_tensor, **{**self.options, **paged, **more})
+        options = {**self.options, **paged, **more}
+        lengths = options.pop("lengths", self.lengths_tensor)
+        return attend(self.q(), k, v, lengths, **options)
 
     def expected(self) -> Tensor:
         """Return what the oracle says."""

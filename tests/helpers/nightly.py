@@ -76,6 +76,7 @@ SHARED: dict[str, tuple[str, ...]] = {
             "test_proto.py",
             "test_tensor_parallel.py",
             "test_tensor_parallel_blocks.py",
+            "test_transformers_caches.py",
             "test_transformers_clients.py",
             "test_transformers_models.py",
             "test_triton_compiles.py",

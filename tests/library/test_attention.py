@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from attention_cases import DTYPES, FORMATS, Problem
+from attention_cases import DTYPES, FORMATS, Problem, attend
 from formats import assert_same_bytes
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import qtensor
+from qtensor.kernels.table import FLOATS
 
 formats = pytest.mark.parametrize("text", FORMATS)
 
@@ -32,6 +36,14 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(params=["native", "reference"])
+def served(request, monkeypatch):
+    """By which kernels the op is computed."""
+    if request.param == "reference":
+        monkeypatch.delitem(FLOATS["cpu"], "attention")
+
+
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("setting", SETTINGS)
 @formats
 def test_bytes_against_the_oracle(text, setting):
@@ -42,6 +54,7 @@ def test_bytes_against_the_oracle(text, setting):
     assert_same_bytes(problem.run(), problem.expected())
 
 
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_against_the_oracle(kind):
     mask = torch.randn(2, 1, 2, 300, generator=torch.Generator().manual_seed(5))
@@ -75,3 +88,85 @@ def test_the_public_function_reads_quantized_tensors(text):
     assert (got - want).abs().max() < 1e-5
     plain = qtensor.attention(q, stored[0], v.mT.contiguous().mT)
     assert plain.shape == q.shape
+
+
+def refused(match, problem, **options):
+    with pytest.raises(qtensor.QTensorError, match=match):
+        problem.run(**options)
+
+
+def test_errors_name_the_argument():
+    problem = Problem("mxfp8", lengths=(40, 30), groups=2)
+    refused(r"from 0 to the 47 tokens .* got \[48, 3\]", problem, lengths=torch.tensor([48, 3]))
+    refused("from 0 to the 47 tokens", problem, lengths=torch.tensor([4, -1]))
+    refused("lengths must be int64 or int32", problem, lengths=torch.ones(2))
+    refused(r"lengths must have the shape \(2,\)", problem, lengths=torch.ones(1).long())
+    refused(r"positions must have the shape \(2, 1\)", problem, positions=torch.ones(2).long())
+    refused(r"first must have the shape \(2,\)", problem, first=torch.ones(2, 1).long())
+    refused("a window needs causal=True", problem, window=3, causal=False)
+    refused("window must be at least 0", problem, window=-1)
+    refused("scale must be a finite number", problem, scale=float("nan"))
+    refused("soft_cap must be a finite number of at least 0", problem, soft_cap=-1.0)
+    refused("sinks must have the shape", problem, sinks=torch.ones(3))
+    refused("the mask must cover the longest sequence, 40", problem, mask=torch.ones(1, 1, 1, 39))
+    refused("mask must have the shape", problem, mask=torch.ones(1, 3, 1, 40))
+    refused("the mask must be bool, float32", problem, mask=torch.ones(1, 1, 1, 40).long())
+    refused("k has no global value", problem, k_global=torch.ones(1))
+    refused("q must be a dense float32", dataclasses.replace(problem, dtype=torch.float64))
+
+
+def test_pages_outside_the_cache_are_refused():
+    problem = Problem("fp8_rowwise", lengths=(40, 30), page=16)
+    for table in ([[0, 1, 6], [2, 3, 0]], [[0, -1, 2], [2, 3, 0]]):
+        refused("must name one of the 6 pages", problem, block_table=torch.tensor(table))
+    # Pages behind the end of a sequence are not read.
+    assert problem.run(block_table=torch.tensor([[0, 1, 2], [3, 4, 99]])).isfinite().all()
+    refused("from 0 to the 32 tokens", problem, block_table=torch.tensor([[0, 1], [2, 3]]))
+
+
+def test_shapes_must_agree():
+    problem = Problem("mxfp8", lengths=(40,), heads=2)
+    k, v, _ = problem.cache()
+    q, lengths = problem.q(), problem.lengths_tensor
+    for match, call in {
+        "heads of q must be a multiple": lambda: attend(q[:, :3], k, v, lengths),
+        "one head size; got 32 and 64": lambda: attend(q[..., :32], k, v, lengths),
+        "same sequences; got 2 and 1": lambda: attend(q.repeat(2, 1, 1, 1), k, v, lengths),
+        "k and v must have the same sequences or pages": lambda: attend(
+            q, k, v.map(lambda t: t[:, :, 1:]), lengths
+        ),
+        "the head size of k must be a positive multiple of 32": lambda: attend(
+            q, k.map(lambda t: t[..., :40]), v, lengths
+        ),
+        "contiguous last dim": lambda: attend(q, k.map(lambda t: t.mT.contiguous().mT), v, lengths),
+    }.items():
+        with pytest.raises(qtensor.QTensorError, match=match):
+            call()
+
+
+def test_a_call_compiles_once_for_all_tokens():
+    """Lengths and positions are tensors: a graph serves every step."""
+    problem = Problem("fp8_rowwise", lengths=(40,))
+    k, v, _ = problem.cache()
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(q, new, position):
+        torch.ops.qtensor.cache_append_(*(
+            new,
+            new,
+            position[None],
+            k.codes,
+            k.factors,
+            v.codes,
+            v.factors,
+            k.text,
+            v.text,
+        ))
+        return attend(q, k, v, position + 1)
+
+    for position in (40, 41, 45):
+        at, q = torch.tensor([position]), problem.q()
+        got = step(q, q[:, :1], at)
+        assert_same_bytes(got, attend(q, k, v, at + 1))
+    assert counter.frame_count == 1

@@ -236,11 +236,10 @@ def test_a_write_through_a_view_or_transpose_arrives(case: FormatCase) -> None:
         (lambda t: t.add_(torch.ones(3)), RuntimeError),
         (lambda t: t.resize_(3), qtensor.UnsupportedError),
         (lambda t: t.t_(), qtensor.UnsupportedError),
-        (lambda t: t.index_put_((torch.tensor([0]),), torch.ones(64)), qtensor.UnsupportedError),
         (lambda t: t.eq_(1), qtensor.UnsupportedError),
         (lambda t: t.set_(torch.ones(3)), qtensor.UnsupportedError),
     ],
-    ids=["copy_shape", "add_shape", "resize_", "t_", "index_put_", "eq_", "set_"],
+    ids=["copy_shape", "add_shape", "resize_", "t_", "eq_", "set_"],
 )
 @formats
 def test_a_failed_write_changes_nothing(case: FormatCase, op: Op, error: Any) -> None:

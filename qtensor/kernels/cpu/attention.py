@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,9 @@ _PLAIN = {torch.bfloat16: 5, torch.float16: 6, torch.float32: 7}
 _LOG2_E = 1.4426950408889634
 _SIZE_UNIT, _MOST_SIZE = 32, 1024
 """The head sizes of the kernels: multiples of the first up to the second."""
+DOTS = -1
+"""Whether to use bfloat16 dot products, 0 or 1; -1 for what is faster on this CPU. The bits are the
+same."""
 _ONE_THREAD = 1 << 18
 """Products of scores up to which a call uses one thread: waking another one costs more time."""
 
@@ -60,8 +65,29 @@ class AttentionCall(ctypes.Structure):
             "mask_dtype mask_batch mask_head mask_query mask_token mask_tokens", ctypes.c_int64
         ),
         ("sinks", ctypes.c_void_p),
-        *_fields("sink_batch sink_head sink_query threads bfloat16_dots", ctypes.c_int64),
+        *_fields("sink_batch sink_head sink_query threads dots", ctypes.c_int64),
         *_fields("pre cap post", ctypes.c_double),
+    ]
+
+
+class AppendedRows(ctypes.Structure):
+    """`AppendedRows` of append.cpp: encoded rows, and the buffer that takes them."""
+
+    _fields_ = [
+        ("source", ctypes.c_void_p),
+        *_fields("source_stride width", ctypes.c_int64),
+        ("target", ctypes.c_void_p),
+        *_fields("outer head token", ctypes.c_int64),
+    ]
+
+
+class AppendCall(ctypes.Structure):
+    """`AppendCall` of append.cpp."""
+
+    _fields_ = [
+        *_fields("positions table", ctypes.c_void_p),
+        *_fields("table_stride page pages capacity batch heads tokens count", ctypes.c_int64),
+        ("rows", AppendedRows * 4),
     ]
 
 
@@ -76,7 +102,8 @@ def library() -> Any:
     spec = sources.attention_build_spec(sources.choose_isa())
     try:
         handle = ctypes.CDLL(str(prebuilt.provide_one(spec)))
-        if handle.qt_attention_abi() != 1000 + ctypes.sizeof(AttentionCall):
+        sizes = ctypes.sizeof(AttentionCall), ctypes.sizeof(AppendCall)
+        if (handle.qt_attention_abi() - 1000, handle.qt_append_abi() - 1000) != sizes:
             raise OSError("the library of attention is not one of this version of qtensor")
     except (QTensorError, OSError, AttributeError) as error:
         warnings.warn(
@@ -85,19 +112,18 @@ def library() -> Any:
             stacklevel=2,
         )
         return None
-    handle.qt_attention.argtypes = (ctypes.c_void_p,)
+    handle.qt_attention.argtypes = handle.qt_cache_append.argtypes = (ctypes.c_void_p,)
     return handle
-
-
-@functools.cache
-def _has_bfloat16_dots() -> bool:
-    from qtensor.kernels.cpu.sources import capabilities  # noqa: PLC0415
-
-    return bool(capabilities().get("avx512_bf16"))
 
 
 def _serves(*tensors: Tensor | None) -> bool:
     return all(t is None or has_memory(t) for t in tensors)
+
+
+def _byte_strides(t: Tensor) -> tuple[int, int, int]:
+    """Return the strides of the first three dims in bytes."""
+    size, (outer, head, token, _) = t.element_size(), t.stride()
+    return outer * size, head * size, token * size
 
 
 def _stored(codes: Tensor, factors: Tensor | None, form: RowFormat) -> StoredRows | None:
@@ -105,18 +131,15 @@ def _stored(codes: Tensor, factors: Tensor | None, form: RowFormat) -> StoredRow
     size = form.size(codes.shape[3])
     if size % _SIZE_UNIT or not 0 < size <= _MOST_SIZE:
         return None
-    outer, head, token, _ = (s * codes.element_size() for s in codes.stride())
-    strides = (0, 0, 0)
-    factor_id = 0
+    factor_strides, factor_id = (0, 0, 0), 0
     if factors is not None:
-        one, two, three, _ = (s * factors.element_size() for s in factors.stride())
-        strides = (one, two, three)
+        factor_strides = _byte_strides(factors)
         factor_id = 1 if form.factor is torch.float32 else 3 if form.divisor else 2
     element = _PLAIN[codes.dtype] if form.element is None else _ELEMENTS[form.element.name]
     return StoredRows(
         codes.data_ptr(),
         None if factors is None else factors.data_ptr(),
-        *(outer, head, token, *strides),
+        *(*_byte_strides(codes), *factor_strides),
         *(element, int(form.group == (4, 3)), form.block, factor_id, size),
     )
 
@@ -160,11 +183,12 @@ def attention_(out: Tensor, args: AttentionArgs) -> bool:
     q = q if q.stride(3) == 1 else q.contiguous()
     table, lengths = _indices(args.block_table), _indices(args.lengths)
     positions, first = _indices(args.positions), _indices(args.first)
-    mask_strides, mask_dtype = (0, 0, 0, 0), 0
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    mask_dtype = 0
     if mask is not None:
         mask_dtype = _DTYPES[mask.dtype]
         mask_strides = mask.expand(batch, heads, queries, -1).stride()
-    sink_strides = (0, 0, 0)
+    sink_strides: tuple[int, ...] = (0, 0, 0)
     if sinks is not None:
         sinks = sinks.float()
         every = sinks[:, None] if sinks.ndim == 1 else sinks
@@ -182,9 +206,47 @@ def attention_(out: Tensor, args: AttentionArgs) -> bool:
         *(_address(lengths), _address(positions), _address(first), args.causal, args.window),
         *(_address(mask), mask_dtype, *mask_strides, 0 if mask is None else mask.shape[3]),
         *(_address(sinks), *sink_strides),
-        *(torch.get_num_threads() if work > _ONE_THREAD else 1, 0),
+        *(torch.get_num_threads() if work > _ONE_THREAD else 1, DOTS),
         _float32(factor * _wide(args.k_global, k_form)),
         _float32(args.soft_cap * _LOG2_E),
         _wide(args.v_global, v_form),
     )
     return bool(handle.qt_attention(ctypes.byref(call)) == 0)
+
+
+def cache_append_(
+    rows: Sequence[tuple[Tensor, Tensor]], positions: Tensor, block_table: Tensor | None
+) -> bool:
+    """Write encoded rows of new tokens into the buffers of a cache.
+
+    Args:
+        rows: pairs of encoded rows (B * H * N, width or more), which are contiguous, and the buffer
+            (B, H, capacity, width) or (pages, H, page, width) that takes them.
+        positions: (B, N); negative for a token that is not written.
+        block_table: (B, pages of a sequence), or None.
+
+    Returns:
+        False with nothing written if no kernel serves the call, or if positions or pages are
+        outside the cache.
+    """
+    handle = library() if _serves(positions, block_table, *itertools.chain(*rows)) else None
+    if handle is None:
+        return False
+    positions, table = positions.to(torch.int64).contiguous(), _indices(block_table)
+    first = rows[0][1]
+    columns = 1 if table is None else table.shape[1]
+    described = []
+    for source, target in rows:
+        size = target.element_size()
+        described.append(
+            AppendedRows(
+                *(source.data_ptr(), source.stride(0) * size, target.shape[3] * size),
+                *(target.data_ptr(), *_byte_strides(target)),
+            )
+        )
+    call = AppendCall(
+        *(positions.data_ptr(), _address(table), columns, first.shape[2], first.shape[0]),
+        *(first.shape[2] * columns, positions.shape[0], first.shape[1], positions.shape[1]),
+        *(len(described), (AppendedRows * 4)(*described)),
+    )
+    return bool(handle.qt_cache_append(ctypes.byref(call)) == 0)

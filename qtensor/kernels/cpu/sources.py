@@ -170,7 +170,7 @@ def attention_build_spec(isa: str) -> BuildSpec:
     """Return how to build the kernels of attention for an instruction set."""
     folder = FOLDER / "attention"
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_attention_{isa}")
-    all_units = [Unit(folder / "attention.cpp", flags, "attention")]
+    all_units = [Unit(folder / f"{name}.cpp", flags, name) for name in ("attention", "append")]
     if isa == "avx512":
         # Its functions are called on CPUs that have these instructions.
         all_units.append(Unit(folder / "dots.cpp", (*flags, "-mavx512bf16"), "dots"))

@@ -138,8 +138,7 @@ def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
     rule = f"the rows must have the shape {wanted}"
     check(tuple(src.shape) == wanted, label, rule, tuple(src.shape), "Reshape them")
     begin_write(t)
-    codes, *others = t.buffers()
-    wide = others[-1] if form.divisor else None
+    wide = t.buffers()[-1] if form.divisor else None
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
     slots = [slot for slot in quantizer.slots if slot.dims[0].axis in ("lead", "m")]
     rows = [geometry.by_rows(t, slot) for slot in slots]

@@ -234,7 +234,7 @@ class Sliced(Stacked):
 
     def laid_out(self, t: QuantizedTensor) -> QuantizedTensor:
         """Return the parts as one tensor with buffers."""
-        return super().laid_out(t).view(t.shape)
+        return torch.ops.aten.view.default(super().laid_out(t), t.shape)
 
     def write(self, t: QuantizedTensor, src: Tensor, copy: Copy) -> None:
         """Write into each part."""

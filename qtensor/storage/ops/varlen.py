@@ -69,20 +69,17 @@ def varlen_attention(
     rule, got = "heads differ only with enable_gqa=True", f"{query.shape[1]} and {key.shape[-2]}"
     check(enable_gqa or query.shape[1] == key.shape[-2], op, rule, got, "Pass it")
     starts, ends = _bounds(cu_seq_q), None if cu_seq_k is None else _bounds(cu_seq_k)
-    used = None if seqused_k is None else seqused_k.to(torch.int64)
     results = []
     for i in range(len(starts) - 1):
         part = query[starts[i] : starts[i + 1]].transpose(0, 1).unsqueeze(0)
-        if paged:
-            assert block_table is not None and used is not None
-            sides, table, lengths = (k, v), block_table[i : i + 1], used[i]
-        else:
-            assert ends is not None
+        used = None if seqused_k is None else seqused_k[i : i + 1].to(torch.int64)
+        table = None if block_table is None else block_table[i : i + 1]
+        sides = (_by_heads(k), _by_heads(v))
+        if ends is not None and not paged:
             sides = (_tokens(k, ends[i], ends[i + 1]), _tokens(v, ends[i], ends[i + 1]))
-            table, count = None, torch.tensor(ends[i + 1] - ends[i], device=query.device)
-            lengths = count if used is None else torch.minimum(used[i], count)
-        sides = tuple(_by_heads(side) for side in sides)
-        results.append(_one(part, sides, lengths.reshape(1), table, scale, window_size))
+            count = torch.tensor([ends[i + 1] - ends[i]], device=query.device)
+            used = count if used is None else torch.minimum(used, count)
+        results.append(_one(part, sides, used, table, scale, window_size))
     if not results:
         return query.new_empty(0, query.shape[1], v.codes.shape[-1])
     return torch.cat([y[0].transpose(0, 1) for y in results])
@@ -97,27 +94,28 @@ def _bounds(cumulative: Tensor) -> list[int]:
 
 
 def _tokens(side: Stored, start: int, end: int) -> Stored:
-    """Return the tokens of a sequence, (1, tokens, H, ...)."""
+    """Return the tokens of a sequence of packed ones (tokens, H, ...), as (1, H, tokens, ...)."""
     factors = None if side.factors is None else side.factors[None, start:end]
-    return side._replace(codes=side.codes[None, start:end], factors=factors)
+    return _by_heads(side._replace(codes=side.codes[None, start:end], factors=factors))
 
 
 def _by_heads(side: Stored) -> Stored:
-    """Return (places, H, tokens, ...) of (places, tokens, H, ...)."""
-    factors = None if side.factors is None else side.factors.transpose(1, 2)
-    return side._replace(codes=side.codes.transpose(1, 2), factors=factors)
+    """Return (..., H, tokens, size) of (..., tokens, H, size)."""
+    factors = None if side.factors is None else side.factors.transpose(-3, -2)
+    return side._replace(codes=side.codes.transpose(-3, -2), factors=factors)
 
 
 def _one(
     q: Tensor,
     sides: tuple[Stored, Stored],
-    lengths: Tensor,
+    used: Tensor | None,
     block_table: Tensor | None,
     scale: float | None,
     window: tuple[int, int],
 ) -> Tensor:
     """Return the attention of one sequence, (1, Hq, M, E)."""
     (k, v), (before, after) = sides, window
+    lengths = torch.zeros(1, dtype=torch.int64, device=q.device) if used is None else used
     mask, causal = None, after == 0
     if not causal and (before >= 0 or after > 0):
         tokens = torch.arange(int(lengths), device=q.device)

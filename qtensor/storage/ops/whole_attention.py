@@ -30,7 +30,6 @@ def attend(
     That is a call with a gradient, dropout, autocast or a transform, operands of other ranks than
     4 or that are broadcast, formats whose factors serve several rows, and every wrong call.
     """
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     computes_here = not (dropout_p or (is_causal and attn_mask is not None) or _is_watched(q, k, v))
     if computes_here and _fits(q, k, v, enable_gqa) and _mask_fits(attn_mask, q, k):
         positions = None
@@ -47,7 +46,7 @@ def attend(
     q, k, v = (_plain(t) for t in (q, k, v))
     attn_mask = None if attn_mask is None else _plain(attn_mask)
     return torch.nn.functional.scaled_dot_product_attention(
-        *(q, k, v, attn_mask, dropout_p), **options
+        *(q, k, v, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
     )
 
 
@@ -84,11 +83,11 @@ def _has_rows(t: Tensor) -> bool:
 
 
 def _mask_fits(mask: Tensor | None, q: Tensor, k: Tensor) -> bool:
-    """Return whether a mask is one that torch takes, with at most four dims."""
+    """Return whether a mask is one that torch takes."""
     if mask is None:
         return True
-    if isinstance(mask, QuantizedTensorStorage) or mask.ndim > 4 or mask.requires_grad:
+    if isinstance(mask, QuantizedTensorStorage) or mask.requires_grad:
         return False
     sizes = zip(reversed(mask.shape), reversed((*q.shape[:3], k.shape[2])), strict=False)
     known = mask.dtype in (torch.bool, q.dtype)
-    return known and mask.ndim > 0 and all(n in (1, most) for n, most in sizes)
+    return known and mask.ndim in (2, 3, 4) and all(n in (1, most) for n, most in sizes)

@@ -17,6 +17,16 @@ static const Products float_products = products_of<FloatTile>();
 
 constexpr i64 TILE_ROWS = 128;  // of queries that a decoded group multiplies
 
+// Whether bfloat16 dot products are the fastest: Intel's processors take two cycles for one, and have two
+// units for float32 products.
+static bool prefers_dots() {
+#if QT_ISA == 512
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
+#else
+    return false;
+#endif
+}
+
 // How the rows of a side are decoded and multiplied.
 struct Way {
     bool pairs, dots;
@@ -24,7 +34,7 @@ struct Way {
     Way(const AttentionCall& c, const StoredRows& s) : pairs(false), dots(false), products(float_products) {
 #if QT_ISA == 512
         pairs = s.narrow();
-        dots = pairs && c.q_dtype == BF16 && c.bfloat16_dots;
+        dots = pairs && c.q_dtype == BF16 && (c.dots < 0 ? prefers_dots() : c.dots);
         if (pairs) products = dots ? dot_products : pair_products;
 #else
         (void)c, (void)s;

@@ -58,7 +58,7 @@ struct AttentionCall {
     i64 mask_dtype, mask_batch, mask_head, mask_query, mask_token, mask_tokens;  // dtype 3: bool
     const float* sinks;                                                          // with strides, or null
     i64 sink_batch, sink_head, sink_query;
-    i64 threads, bfloat16_dots;
+    i64 threads, dots;      // dots: whether to use bfloat16 dot products; -1 for the faster way
     double pre, cap, post;  // float32 numbers
 
     i64 rows() const { return groups * queries; }
