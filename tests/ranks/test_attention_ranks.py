@@ -74,6 +74,7 @@ def run_split(kind: str, recipe: str, sequence: bool, fused: bool, compiled: boo
         want, x, dy = [part(t, rank) for t in want], part(x, rank), part(dy, rank)
     call = ours
     if compiled:
+        torch._dynamo.reset()
         call = torch.compile(ours, backend="aot_eager", fullgraph=True)
     got = step(call, x, dy, chosen(), rotary_pos_emb=rope)
     for a, b in zip(got, want, strict=True):
