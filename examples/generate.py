@@ -4,7 +4,8 @@
 (``--size``), or takes the folder of a real one (``--model``). It loads the model in float32, in
 bfloat16 and with the weights of its linear layers in each format of ``--formats``, and prints the
 bytes of the parameters and the tokens a second of greedy decoding with a static cache. With
-``--compile`` it does so for compiled code too. It needs the extra ``transformers``.
+``--compile`` it does so for compiled code too, and with ``--cache FORMAT`` for a quantized cache of
+keys and values. It needs the extra ``transformers``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from qtensor.integrations.transformers import QTensorConfig
+from qtensor.integrations.transformers import QTensorCache, QTensorConfig
 
 FORMATS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
 DENSE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -133,7 +134,28 @@ def load(folder: Path, name: str) -> Any:
     ).eval()
 
 
-def generate(model: Any, prompt: Tensor, count: int, compiled: bool = False) -> tuple[Any, Clock]:
+def quantized_cache(model: Any, prompt: Tensor, capacity: int, fmt: str) -> QTensorCache:
+    """Return a cache of fixed capacity, and let the model's attention read its codes.
+
+    Args:
+        model: of transformers.
+        prompt: (batch, tokens) integers.
+        capacity: tokens of the prompt and of the result.
+        fmt: format of keys and values.
+    """
+    model.set_attn_implementation("qtensor")
+    own = model.config
+    cache = QTensorCache(own, fmt, capacity=capacity)
+    # Compiled code cannot make the buffers.
+    cache.early_initialization(
+        prompt.shape[0], own.num_key_value_heads, own.head_dim, model.dtype, prompt.device
+    )
+    return cache
+
+
+def generate(
+    model: Any, prompt: Tensor, count: int, compiled: bool = False, cache: str | None = None
+) -> tuple[Any, Clock]:
     """Decode greedily with a static cache.
 
     Args:
@@ -141,12 +163,17 @@ def generate(model: Any, prompt: Tensor, count: int, compiled: bool = False) -> 
         prompt: (batch, tokens) integers.
         count: new tokens for each row.
         compiled: call the model through ``torch.compile(..., fullgraph=True)``.
+        cache: format of keys and values; None for those of the model's dtype.
 
     Returns:
         The new tokens (batch, count), and the clock that noted the time of each.
     """
     clock = Clock()
     plain = model.forward
+    options: dict[str, Any] = {"cache_implementation": "static"}
+    if cache is not None:
+        capacity = prompt.shape[1] + count
+        options = {"past_key_values": quantized_cache(model, prompt, capacity, cache)}
     if compiled:
         model.forward = torch.compile(plain, fullgraph=True)
     try:
@@ -154,7 +181,7 @@ def generate(model: Any, prompt: Tensor, count: int, compiled: bool = False) -> 
             prompt,
             max_new_tokens=count,
             do_sample=False,
-            cache_implementation="static",
+            **options,
             streamer=clock if prompt.shape[0] == 1 else None,
         )
     finally:
@@ -162,14 +189,21 @@ def generate(model: Any, prompt: Tensor, count: int, compiled: bool = False) -> 
     return out[:, prompt.shape[1] :], clock
 
 
-def measure(model: Any, name: str, prompt: Tensor, count: int, compiled: bool = False) -> Run:
+def measure(
+    model: Any,
+    name: str,
+    prompt: Tensor,
+    count: int,
+    compiled: bool = False,
+    cache: str | None = None,
+) -> Run:
     """Return the memory and the speed of a model; the arguments are those of ``generate``."""
     start = time.perf_counter()
-    tokens, clock = generate(model, prompt, count, compiled)
+    tokens, clock = generate(model, prompt, count, compiled, cache)
     # times[0] is that of the prompt itself. Compiled code is compiled for the second token.
     _, first, second, *_, last = clock.times
     return Run(
-        f"{name}, compiled" if compiled else name,
+        name + ", compiled" * compiled + (f", {cache} cache" if cache else ""),
         sum(parameter.nbytes for parameter in model.parameters()) / 1e6,
         first - start,
         (count - 2) / (last - second),
@@ -178,7 +212,12 @@ def measure(model: Any, name: str, prompt: Tensor, count: int, compiled: bool = 
 
 
 def runs(
-    folder: Path, names: Sequence[str], prompt: Tensor, count: int, compiled: bool
+    folder: Path,
+    names: Sequence[str],
+    prompt: Tensor,
+    count: int,
+    compiled: bool,
+    cache: str | None = None,
 ) -> Iterator[Run]:
     """Yield the runs of every model, one model in memory at a time.
 
@@ -188,13 +227,15 @@ def runs(
         prompt: (1, tokens) integers.
         count: new tokens, at least 4.
         compiled: measure compiled code too.
+        cache: measure with keys and values in this format too.
     """
     for name in names:
         model = load(folder, name)
-        yield measure(model, name, prompt, count)
-        if compiled:
-            torch._dynamo.reset()
-            yield measure(model, name, prompt, count, compiled=True)
+        for kept in dict.fromkeys((None, cache)):
+            yield measure(model, name, prompt, count, cache=kept)
+            if compiled:
+                torch._dynamo.reset()
+                yield measure(model, name, prompt, count, compiled=True, cache=kept)
         del model
         gc.collect()
 
@@ -226,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="new tokens, at least 4")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--compile", action="store_true", help="measure compiled code too")
+    parser.add_argument("--cache", metavar="FORMAT", help="keys and values in this format too")
     options = parser.parse_args(arguments)
     if options.tokens < 4:
         parser.error(f"--tokens must be at least 4; got {options.tokens}")
@@ -238,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.manual_seed(1)
         vocabulary = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
         prompt = torch.randint(2, vocabulary, (1, options.prompt))
-        found = list(runs(folder, names, prompt, options.tokens, options.compile))
+        found = list(runs(folder, names, prompt, options.tokens, options.compile, options.cache))
     print(f"{options.threads} threads, {options.prompt} prompt tokens, {options.tokens} new tokens")
     print("\n".join(table(found)))
 

@@ -20,6 +20,7 @@ from qtensor.core.errors import QTensorError, UnsupportedError, fail
 from qtensor.core.formats import Dim, FormatSpec, Slot
 from qtensor.core.quantizer_registry import Move, QuantizerLike
 from qtensor.library.same_rows import equal_when_run, has_data
+from qtensor.storage.row_buffers import by_rows, has_row_factors
 
 if TYPE_CHECKING:
     from qtensor.storage.base import QuantizedTensorStorage
@@ -392,25 +393,6 @@ def cat_buffers(tensors: Sequence[QuantizedTensorStorage], dim: int) -> list[Ten
         _as_whole(_cat_slot(tensors, slot, dim, is_last), buffer_shape(slot.dims, shape))
         for slot in first._quantizer.slots
     ]
-
-
-def has_row_factors(quantizer: QuantizerLike) -> bool:
-    """Return whether no factor of a tensor serves two rows, unless it serves all of them."""
-    return all(
-        d.per == 1 and index == 0 and not slot.swizzled
-        for slot in quantizer.slots
-        for index, d in enumerate(slot.dims)
-        if d.axis == "m"
-    )
-
-
-def by_rows(t: QuantizedTensorStorage, slot: Slot) -> Tensor:
-    """Return a view (d0, ..., entries of a row) of a buffer with entries for each row."""
-    buffer: Tensor = getattr(t, slot.name)
-    if slot.dims[0].axis == "lead":
-        return buffer
-    lead = t.shape[:-1]
-    return buffer[: math.prod(lead)].unflatten(0, lead)
 
 
 def _cat_slot(

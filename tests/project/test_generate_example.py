@@ -47,6 +47,16 @@ def test_tokens_are_those_of_plain_generation(name, folder):
     assert run.tokens_per_second > 0
 
 
+def test_a_quantized_cache(folder):
+    """The cache changes no token of a model whose logits lie apart."""
+    model = example.load(folder, "bfloat16")
+    want = plain_tokens(model)
+    run = example.measure(model, "bfloat16", PROMPT, COUNT, cache="fp8_rowwise")
+    assert run.name == "bfloat16, fp8_rowwise cache"
+    assert run.tokens.shape == want.shape
+    assert (run.tokens == want).sum() > COUNT // 2
+
+
 @pytest.mark.nightly(reason="inductor needs ten seconds for the two graphs")
 def test_compiled_tokens(folder):
     model = example.load(folder, "mxfp4")

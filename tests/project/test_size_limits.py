@@ -38,6 +38,14 @@ REASONS: dict[str, str] = {
     "qtensor/storage/ops/attention.py::attention": (
         "the public attention: three tensors, the others are keyword-only options"
     ),
+    "qtensor/storage/ops/varlen.py::varlen_attention": "the arguments of torch's varlen_attn",
+    "qtensor/storage/ops/whole_attention.py::attend": "the schema of torch's op",
+    "qtensor/caches/kv_cache.py::KVCache.__init__": (
+        "the sizes of a cache, and keyword-only options with defaults"
+    ),
+    "qtensor/caches/kv_cache.py::KVCache.attention": "options of the public attention",
+    "qtensor/integrations/caches.py::attend": "the interface of attention in transformers",
+    "qtensor/integrations/caches.py::make_mask": "the interface of masks in transformers",
     "qtensor/modules/grouped_linear.py::GroupedLinear.__init__": _OPTIONS,
     "qtensor/functional/norm.py::NormFunction.forward": (
         "autograd hands over tensors and options flat"

@@ -18,7 +18,7 @@ from formats import (
 )
 
 import qtensor
-from qtensor.storage.geometry import has_row_factors
+from qtensor.storage.row_buffers import has_row_factors
 from tests.storage.test_views import assert_shares, assert_view, make
 
 

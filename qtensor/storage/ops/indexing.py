@@ -19,6 +19,7 @@ from qtensor.storage.ops.views import view_tensor
 from qtensor.storage.ops.write import begin_write, encodable, plain
 from qtensor.storage.origin import FRESH
 from qtensor.storage.rebuild import Q, is_row_major, separate, with_buffers
+from qtensor.storage.row_buffers import by_rows
 
 if TYPE_CHECKING:
     from qtensor.storage.tensor import QuantizedTensor
@@ -141,9 +142,9 @@ def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
     wide = t.buffers()[-1] if form.divisor else None
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
     slots = [slot for slot in quantizer.slots if slot.dims[0].axis in ("lead", "m")]
-    rows = [geometry.by_rows(t, slot) for slot in slots]
+    rows = [by_rows(t, slot) for slot in slots]
     if is_quantized(src) and _has_bytes(src, t, wide):
-        new = [geometry.by_rows(src, slot) for slot in slots]
+        new = [by_rows(src, slot) for slot in slots]
         for to, source in zip(rows, new, strict=True):
             to.index_copy_(dim, index, source[..., : to.shape[-1]])
         return t

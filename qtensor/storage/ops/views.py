@@ -27,6 +27,7 @@ from qtensor.storage.rebuild import (
     with_buffers,
     wrap,
 )
+from qtensor.storage.row_buffers import has_row_factors
 
 if TYPE_CHECKING:
     from qtensor.storage.tensor import QuantizedTensor
@@ -94,7 +95,7 @@ def slice_tensor(t: Q, dim: int, start: int, end: int) -> Q:
 def _has_rows(t: QuantizedTensor) -> bool:
     """Return whether factors of ``t`` run along its rows, each with those of its own row alone."""
     quantizer = t._quantizer
-    return geometry.has_row_factors(quantizer) and any(
+    return has_row_factors(quantizer) and any(
         d.axis == "m" for slot in quantizer.slots for d in slot.dims
     )
 
