@@ -31,7 +31,7 @@ def way(request: pytest.FixtureRequest) -> tuple[Any, int]:
     """The kernels of an instruction set, and whether they use dot products."""
     isa, _, dots = request.param.partition(" ")
     handle = ctypes.CDLL(str(build(sources.attention_build_spec(isa))))
-    handle.qt_attention.argtypes = (ctypes.c_void_p,)
+    handle.qt_attention.argtypes = handle.qt_cache_append.argtypes = (ctypes.c_void_p,)
     return handle, int(bool(dots))
 
 
@@ -40,6 +40,8 @@ def _serves(way: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     calls = []
 
     class Counting:
+        qt_cache_append = way[0].qt_cache_append
+
         def qt_attention(self, call: object) -> int:
             calls.append(call)
             return way[0].qt_attention(call)

@@ -8,7 +8,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 from qtensor.core.errors import QTensorError
 from qtensor.core.row_format import RowFormat, row_format
 from qtensor.kernels.cpu.native import PLAIN_TYPES
-
-if TYPE_CHECKING:
-    from qtensor.library.attention import AttentionArgs
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}
@@ -162,8 +159,12 @@ def _wide(value: Tensor | None, form: RowFormat) -> float:
     return 1.0 if value is None else _float32(value.item() / form.divisor)
 
 
-def attention_(out: Tensor, args: AttentionArgs) -> bool:
-    """Write the attention of a call whose shapes and dtypes are checked.
+def attention_(out: Tensor, args: Any) -> bool:
+    """Write the attention of a call.
+
+    Args:
+        out: (B, Hq, M, E), contiguous.
+        args: the arguments of the op `attention`, whose shapes and dtypes are checked.
 
     Returns:
         False with nothing written if no kernel serves the call, or if lengths or pages are outside
