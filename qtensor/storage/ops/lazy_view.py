@@ -382,7 +382,13 @@ FROM_PARTS["stacked"] = stacked
 
 
 def sliced(parts: Sequence[Q], shape: Shape) -> Q:
-    """Return the slices (d, ..., K) of all indices before a middle dim, as one view ``shape``."""
+    """Return the slices (d, ..., K) of all indices before a middle dim, as one view ``shape``.
+
+    ``shape`` lacks d after a select, which then leaves the parts too if they remain matrices.
+    """
+    own = tuple(parts[0].shape)
+    if len(own) > 2 and tuple(shape)[-len(own) :] != own:
+        parts = [torch.ops.aten.view.default(part, own[1:]) for part in parts]
     return _lazy(shape, parts[0]._quantizer, parts, "sliced")
 
 
