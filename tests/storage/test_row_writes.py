@@ -51,6 +51,9 @@ def test_slices_are_views(text):
         (slice(None), slice(1, 3)),
         (slice(None), 2),
         (1, slice(None), slice(5, 20)),
+        (slice(None), slice(0, 2), slice(5, 9)),
+        (slice(1, 2), slice(1, 3), 7),
+        (slice(None), 1, 7),
     ):
         part = q[cut]
         assert part.shape == want[cut].shape
@@ -68,6 +71,19 @@ def test_a_slice_sees_later_writes_and_is_copied(text):
     q[:, :, 4:5] = torch.zeros(2, 3, 1, 64)
     assert not part.dequantize()[:, :, 1].any()
     assert kept.dequantize()[:, :, 1].any()
+
+
+@rows
+def test_other_views_of_a_slice_are_refused(text):
+    """They would be copies, which do not follow later writes."""
+    part = quantized(original(), text)[:, :, 3:9]
+    if text == "fp8":
+        assert part.mT.shape == (2, 3, 64, 6)
+        return
+    for view in (lambda t: t.mT, lambda t: t.view(6, 6, 64)):
+        with pytest.raises(qtensor.UnsupportedError, match=r"sliced view.*Call \.clone\(\)"):
+            view(part)
+        assert view(part.clone()).shape == view(part.dequantize().contiguous()).shape
 
 
 @rows

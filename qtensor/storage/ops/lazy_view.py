@@ -203,10 +203,7 @@ class Stacked(Layout):
                 return [same(part) for part in parts]
         if name in _VIEWS and (dim := self._gather_dim(t, _known_sizes(t, args[0]))) is not None:
             return torch.ops.aten.cat(list(parts), dim)
-        return self._view_of_copy(func, t, args)
-
-    def _view_of_copy(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
-        """Return a view of a copy; a write to it raises an error."""
+        # Other views read a copy, so writes to them raise an error.
         copied = self.laid_out(t)
         set_origin(copied, Origin(is_part=True, is_copy=True, may_be_padded=True))
         return func(copied, *args)
@@ -239,11 +236,26 @@ class Sliced(Stacked):
     def write(self, t: QuantizedTensor, src: Tensor, copy: Copy) -> None:
         """Write into each part."""
         first = t._parts[0].shape
+        src = src.clone() if getattr(src, "_parts", ()) else src
         super().write(t, src.reshape(len(t._parts) * first[0], *first[1:]), copy)
 
     def view(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
-        """Return a view of a copy."""
-        return self._view_of_copy(func, t, args)
+        """Return a slice of the parts, or some of them."""
+        name, parts = _name(func), t._parts
+        own, split = tuple(parts[0].shape), t.ndim - parts[0].ndim
+        if name not in ("slice", "select") or tuple(t.shape[split:]) != own:
+            return same(t) if name in _VIEWS and tuple(args[0]) == tuple(t.shape) else None
+        dim, *bounds = args or (0,)
+        dim = normalize(dim, t.ndim)
+        shape = func(torch.empty(t.shape, device="meta"), dim, *bounds).shape
+        if dim < split:
+            grid = torch.arange(len(parts)).view(t.shape[:split])
+            return sliced([parts[i] for i in func(grid, dim, *bounds).flatten().tolist()], shape)
+        if name == "select":  # The parts keep the dim, so that rows stay rows.
+            index = bounds[0] % t.shape[dim]
+            func, bounds = torch.ops.aten.slice.Tensor, [index, index + 1]
+        cut = [func(part, dim - split, *bounds) for part in parts]
+        return sliced([inner for part in cut for inner in (part._parts or (part,))], shape)
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -376,7 +388,13 @@ FROM_PARTS["stacked"] = stacked
 
 
 def sliced(parts: Sequence[Q], shape: Shape) -> Q:
-    """Return the slices (d, ..., K) of all indices before a middle dim, as one view ``shape``."""
+    """Return the slices (d, ..., K) of all indices before a middle dim, as one view ``shape``.
+
+    ``shape`` lacks d after a select, which then leaves the parts too if they remain matrices.
+    """
+    own = tuple(parts[0].shape)
+    if len(own) > 2 and tuple(shape)[-len(own) :] != own:
+        parts = [torch.ops.aten.view.default(part, own[1:]) for part in parts]
     return _lazy(shape, parts[0]._quantizer, parts, "sliced")
 
 
