@@ -41,11 +41,15 @@ def current_libraries() -> tuple[dict[Path, str], str | None]:
     """
     try:
         chosen = sources.choose_isa()
-        paths = {isa: library_path(sources.build_spec(isa)) for isa in sources.ISAS}
+        paths = {
+            library_path(spec): isa
+            for isa in sources.ISAS
+            for spec in sources.kernel_build_specs(isa)
+        }
         ops = sources.ops_build_spec()
     except QTensorError as error:
         return {}, str(error)
-    states = {path: "in use" if isa == chosen else "current" for isa, path in paths.items()}
+    states = {path: "in use" if isa == chosen else "current" for path, isa in paths.items()}
     return states | {library_path(ops): "in use"}, None
 
 

@@ -17,14 +17,14 @@ def build(isa: str | None = None) -> Path:
 
     Call this when an image is built, or before the first step.
 
-    The C++ ops, which call the kernels, are compiled in the same way.
+    The C++ ops, which call the kernels, and the kernels of attention are compiled in the same way.
 
     Args:
         isa: "avx512", "avx2" or "baseline"; None is ``QTENSOR_CPU_ISA``, else the best that this
             CPU has. One that it lacks can be built for another machine that shares the cache.
 
     Returns:
-        The library.
+        The library of the kernels, without those of attention.
 
     Raises:
         QTensorError: no such instruction set.
@@ -37,7 +37,9 @@ def build(isa: str | None = None) -> Path:
     known = ", ".join(sources.ISAS)
     rule = f"isa must be one of {known}"
     check(chosen in sources.ISAS, "kernels.build", rule, repr(isa), "Choose one of them")
-    return prebuilt.provide(chosen)
+    library = prebuilt.provide(chosen)
+    prebuilt.provide_one(sources.attention_build_spec(chosen))
+    return library
 
 
 def build_gemms(

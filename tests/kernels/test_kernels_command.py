@@ -29,8 +29,8 @@ COPY = (
 
 pytestmark = pytest.mark.usefixtures("libraries")
 
-BUILT = 2
-"""Libraries that a build makes: kernels and ops."""
+BUILT = 3
+"""Libraries that a build makes: kernels, those of attention, and ops."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,14 +114,17 @@ def test_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for isa in (best, other):
         invoke("build", "--isa", isa)
     lines = [line.strip() for line in invoke("list").stdout.splitlines()]
-    states = {line.split()[0]: line for line in lines if line.startswith(("cpu_", "ops "))}
+    states = {
+        line.split()[0]: line for line in lines if line.startswith(("cpu_", "attention_", "ops "))
+    }
     assert "in use" in states["ops"]
-    assert "in use" in states[f"cpu_{best}"]
-    assert "current" in states[f"cpu_{other}"]
+    for name in ("cpu", "attention"):
+        assert "in use" in states[f"{name}_{best}"]
+        assert "current" in states[f"{name}_{other}"]
     assert any(line == f"cache: {tmp_path / 'cache'}" for line in lines)
     assert any(line == f"this CPU has: {', '.join(sources.usable_isas())}" for line in lines)
     monkeypatch.setattr(cache, "BUILD_ABI", -1)
-    assert invoke("list").stdout.count("out of date") == 1 + BUILT
+    assert invoke("list").stdout.count("out of date") == 2 + BUILT
 
 
 def test_list_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """CPU kernels and C++ ops that came compiled with the package, in a wheel for one platform.
 
-The folder ``prebuilt`` has a library of kernels for each instruction set, and one of C++ ops. A
-library is used as long as the installed sources are those that it was compiled from. Otherwise the
-cache or the compiler of the machine provides the library.
+The folder ``prebuilt`` has two libraries of kernels for each instruction set, the second one for
+attention, and one of C++ ops. A library is used as long as the installed sources are those that it
+was compiled from. Otherwise the cache or the compiler of the machine provides the library.
 """
 
 from __future__ import annotations
@@ -92,17 +92,15 @@ def provide(isa: str) -> Path:
         BuildError: as `qtensor.build.cache.build`.
     """
     kernels = sources.build_spec(isa)
-    library = find(kernels) or build(kernels)
+    library = provide_one(kernels)
     _provide_ops()
     remove(sources.piece_name(isa))
     return library
 
 
 def _provide_ops() -> None:
-    spec = sources.ops_build_spec()
-    if find(spec) is None:
-        with contextlib.suppress(BuildError):
-            build(spec)
+    with contextlib.suppress(BuildError):
+        provide_one(sources.ops_build_spec())
 
 
 def provide_once(isa: str) -> None:
@@ -147,13 +145,15 @@ def write(
         make: compiles a library; by default for this machine, by way of the cache.
 
     Returns:
-        One library for each instruction set, and the library of the C++ ops.
+        Two libraries for each instruction set, the second one for attention, and that of the C++
+        ops.
 
     Raises:
         BuildError: as `qtensor.build.cache.build`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    specs = [*map(sources.build_spec, isas), sources.ops_build_spec()]
+    kernels = [spec for isa in isas for spec in sources.kernel_build_specs(isa)]
+    specs = [*kernels, sources.ops_build_spec()]
     libraries = [folder / f"{spec.name}.so" for spec in specs]
     for spec, path in zip(specs, libraries, strict=True):
         shutil.copyfile(make(spec), path)

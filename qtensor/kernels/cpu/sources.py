@@ -186,6 +186,11 @@ def attention_build_spec(isa: str) -> BuildSpec:
     )
 
 
+def kernel_build_specs(isa: str) -> tuple[BuildSpec, BuildSpec]:
+    """Return how to build both libraries of an instruction set; the second one is attention's."""
+    return build_spec(isa), attention_build_spec(isa)
+
+
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
     names = ("torch_abi", "quantize_ops", "product_ops", "state_ops", "register")
