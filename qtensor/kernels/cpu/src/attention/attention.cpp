@@ -103,7 +103,7 @@ struct Scratch {
         : k_size(c.k.size),
           v_size(c.v.size),
           q(rows * k_size),
-          scores(rows * CHUNK),
+          scores(rows * SCORE_ROW),
           chunk(rows * v_size),
           tile(TOKENS * std::max(k_size, v_size)),
           decoded(TOKENS * std::max(k_size, v_size)),
@@ -149,20 +149,20 @@ public:
             w.seen[r - t.r0] = seen_by(c, t.b, r / c.groups);
             const i64 at = t.b * c.q_batch + head_of(t, r) * c.q_head + r / c.groups * c.q_query;
             float* to = w.q + (r - t.r0) * size;
-            u16* pairs = (u16*)((u32*)(float*)w.q + (r - t.r0) * size / 2);
+            float* wide = k_way.dots || c.k.element == E2M1 ? (float*)w.decoded : to;
             with_type(c.q_dtype, [&](auto type) {
                 using D = decltype(type);
-                const auto* from = (const typename D::T*)c.q + at;
-                for (i64 i = 0; i < size; i++) {
-                    const float x = D::to_float(from[i]);
-                    const float kept = std::fabs(x) < least ? 0.0f : x;
-                    const i64 position = c.k.element == E2M1 ? i / 8 * 8 + nibble_position(int(i % 8)) : i;
-                    if (k_way.dots)
-                        pairs[position] = u16(bits<u32>(kept) >> 16);
-                    else
-                        to[position] = kept;
-                }
+                widen_row<D>((const u8*)((const typename D::T*)c.q + at), size, wide, least);
             });
+            if (wide == to) continue;
+            u16* halves = (u16*)((u32*)(float*)w.q + (r - t.r0) * size / 2);
+            for (i64 i = 0; i < size; i++) {
+                const i64 position = c.k.element == E2M1 ? i / 8 * 8 + nibble_position(int(i % 8)) : i;
+                if (k_way.dots)
+                    halves[position] = u16(bits<u32>(wide[i]) >> 16);
+                else
+                    to[position] = wide[i];
+            }
         }
     }
     const void* query(const Scratch& w, i64 row) const {
@@ -239,11 +239,11 @@ public:
         const float* of_rows = c.k.factor_id == FACTOR_ROW ? (const float*)w.factors : nullptr;
         const float* of_blocks = c.k.factor_id && !of_rows ? (const float*)w.factors : nullptr;
         by_rows(t.count(), [&](i64 r, int n) {
-            float* s = w.scores + r * CHUNK + i * TOKENS;
+            float* s = w.scores + r * SCORE_ROW + i * TOKENS;
             k_way.products.scores[tile_index(n)](
                 {(const float*)w.tile, c.k.size, c.k.piece(), of_blocks, query(w, r), s, &ahead});
             for (int j = 0; j < n; j++)
-                finish_scores(t, t.r0 + r + j, w.seen[r + j], token, of_rows, s + j * CHUNK);
+                finish_scores(t, t.r0 + r + j, w.seen[r + j], token, of_rows, s + j * SCORE_ROW);
         });
     }
     // Turns the scores of a row into weights.
@@ -278,19 +278,21 @@ public:
     __attribute__((noinline)) void scale_weights(const float* p, i64 blocks, const float* factors,
                                                  void* to) const {
         const VF least = all(c.v.least());
-        for (i64 block = 0; block < blocks; block++) {
-            alignas(64) float y[TOKENS];
+        for (i64 block = 0; block < blocks; block++)
             for (int g = 0; g < TOKENS; g += W) {
                 VF v = load<VF>(p + g);
                 if (factors) v = v == VF{} ? v : v * load<VF>(factors + block * TOKENS + g);
                 v = v < least ? VF{} : v;
-                store(y + g, round_weights ? bfloat16_rounded(v) : v);
+                if (round_weights) v = bfloat16_rounded(v);
+                const i64 at = block * TOKENS + g;
+#if QT_ISA == 512
+                if (v_way.dots) {
+                    store((u16*)to + at, _mm512_cvtepi32_epi16((__m512i)((VU)v >> 16)));
+                    continue;
+                }
+#endif
+                store((float*)to + at, v);
             }
-            if (v_way.dots)
-                for (int i = 0; i < TOKENS; i++) ((u16*)to)[block * TOKENS + i] = u16(bits<u32>(y[i]) >> 16);
-            else
-                memcpy((float*)to + block * TOKENS, y, sizeof y);
-        }
     }
     void add_group(const Tile& t, int i, const Group& g, const Partial* parts, Ahead ahead,
                    Scratch& w) const {
@@ -305,7 +307,7 @@ public:
                                       : (void*)(w.weights + j * p_row);
                 some |= parts[r + j].some;
                 if (parts[r + j].some)
-                    scale_weights(w.scores + (r + j) * CHUNK + i * TOKENS, blocks,
+                    scale_weights(w.scores + (r + j) * SCORE_ROW + i * TOKENS, blocks,
                                   c.v.factor_id ? (const float*)w.factors : nullptr, to);
                 else
                     memset(to, 0, size_t(p_row) * 4);
@@ -339,7 +341,7 @@ public:
         }
         Partial here[TILE_ROWS];
         for (i64 r = 0; r < t.count(); r++) {
-            here[r] = soften(w.scores + r * CHUNK, have);
+            here[r] = soften(w.scores + r * SCORE_ROW, have);
             if (here[r].some) memset(w.chunk + r * c.v.size, 0, sizeof(float) * size_t(c.v.size));
         }
         for (int i = 0; i < GROUPS; i++) {
@@ -368,12 +370,15 @@ public:
             scale = exp2_of(part.most - most);
             total = fused_one(total, scale, sink == sink ? exp2_of(sink - most) : sink);
         }
-        for (i64 e = 0; e < size; e++) {
-            float v = part.some ? sums[e] * scale / total * float(c.post) + 0.0f : 0.0f;
-            if (v != v) v = NAN;
-            if (c.q_dtype == F32) ((float*)c.out)[at + e] = v;
-            if (c.q_dtype == BF16) ((u16*)c.out)[at + e] = u16(bits<u32>(bfloat16_rounded(all(v))[0]) >> 16);
-            if (c.q_dtype == F16) ((u16*)c.out)[at + e] = float16_of(v);
+        for (i64 e = 0; e < size; e += W) {
+            VF v = load<VF>(sums + e) * all(scale) / all(total) * all(float(c.post)) + VF{};
+            v = !part.some ? VF{} : v == v ? v : all(NAN);
+            const VU b = (VU)bfloat16_rounded(v) >> 16;
+            for (int i = 0; i < W; i++) {
+                if (c.q_dtype == F32) ((float*)c.out)[at + e + i] = v[i];
+                if (c.q_dtype == BF16) ((u16*)c.out)[at + e + i] = u16(b[i]);
+                if (c.q_dtype == F16) ((u16*)c.out)[at + e + i] = float16_of(v[i]);
+            }
         }
     }
     // Rounded to nearest even.

@@ -11,6 +11,7 @@ namespace QT_NAMESPACE {
 constexpr int TOKENS = 16;  // a group: lanes of scores
 constexpr int CHUNK = 256;  // tokens that share a maximum
 constexpr int GROUPS = CHUNK / TOKENS;
+constexpr int SCORE_ROW = CHUNK + TOKENS;   // floats from row to row; a power of two would share cache sets
 constexpr i64 SEGMENT = 4 * CHUNK;          // tokens whose results are merged first
 constexpr int PARTS = TOKENS / W;           // vectors of a group
 constexpr int MOST_ROWS = W == 16 ? 8 : 4;  // that are multiplied at once
@@ -131,7 +132,7 @@ struct Ahead {
     // `steps`: how often step() is called.
     Ahead(const u8* rows, i64 stride, i64 bytes, i64 steps)
         : at(rows), stride(stride), bytes(bytes), left(rows ? TOKENS * ((bytes + 63) / 64) : 0) {
-        each = (left + steps - 1) / steps;
+        for (each = 1; each * steps < left;) each++;
     }
     ALWAYS_INLINE void step() {
         for (i64 i = 0; i < each && left; i++, left--) {
@@ -146,7 +147,7 @@ struct ScoreTask {
     i64 size, piece;
     const float* factors;  // (pieces, TOKENS), or null
     const void* q;         // float (rows, size), or u32 pairs (rows, size / 2)
-    float* s;              // (rows, CHUNK)
+    float* s;              // (rows, SCORE_ROW)
     Ahead* ahead;
 };
 struct ValueTask {

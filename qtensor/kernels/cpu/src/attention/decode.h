@@ -55,13 +55,13 @@ static inline void unpack_quads(const u8* p, i64 size, u8* to) {
         for (int j = 0; j < 4; j++) to[j] = word >> (6 * j) & 63;
     }
 }
-// Plain numbers to float32; small ones count as 0.
+// Plain numbers to float32; those below `least` count as 0.
 template <class D>
-static void widen_row(const u8* from, i64 size, float* to) {
+static void widen_row(const u8* from, i64 size, float* to, float least = LEAST_VALUE) {
     for (i64 i = 0; i < size; i += W) {
         const VF v = (VF)D::one((const typename D::T*)from + i);
         const VF magnitude = (VF)((VI)v & all(ABS));
-        store(to + i, magnitude < all(LEAST_VALUE) ? VF{} : v);
+        store(to + i, magnitude < all(least) ? VF{} : v);
     }
 }
 static inline void widen_plain(const StoredRows& s, const GroupRows& g, float* to) {

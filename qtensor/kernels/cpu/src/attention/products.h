@@ -4,6 +4,15 @@
 
 namespace QT_NAMESPACE {
 
+// One number in all lanes, in a form that compilers make an operand of the product.
+INLINE VF every(const float* x) {
+#if QT_ISA == 512
+    return (VF)_mm512_set1_ps(*x);
+#else
+    return all(*x);
+#endif
+}
+
 // Tiles of float32.
 struct FloatTile {
     using X = float;
@@ -21,7 +30,7 @@ struct FloatTile {
         return {load<VF>(at + 2 * j * size + e), load<VF>(at + (2 * j + 1) * size + e)};
     }
     INLINE VF add(VF sum, const X* x, const Pair& d) {
-        return fused(all(x[0]), d.low, fused(all(x[1]), d.high, sum));
+        return fused(d.low, every(x), fused(d.high, every(x + 1), sum));
     }
 };
 #if QT_ISA == 512
@@ -95,7 +104,7 @@ static void scores(const ScoreTask& t) {
     if (B > 1)
         for (; piece < pieces; piece++) score_pieces<Tile, R, 1>(t, tile, piece, total);
     for (int r = 0; r < R; r++)
-        for (int g = 0; g < PARTS; g++) store(t.s + r * CHUNK + g * W, total[r][g]);
+        for (int g = 0; g < PARTS; g++) store(t.s + r * SCORE_ROW + g * W, total[r][g]);
 }
 
 // U vectors of results from value e on.
