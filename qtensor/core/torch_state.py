@@ -61,6 +61,12 @@ def watched() -> bool:
     )
 
 
+def in_autocast(device: torch.device) -> bool:
+    """Return whether ``torch.autocast`` is on for a kind of device; some kinds have none."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def in_transform() -> bool:
     """Return whether a transform of ``torch.func`` runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None

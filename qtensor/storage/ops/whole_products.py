@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from qtensor.core.torch_state import OWN_KEY, OWN_KEY_NAME, watched, without_own_key
+from qtensor.core.torch_state import (
+    OWN_KEY,
+    OWN_KEY_NAME,
+    in_autocast,
+    watched,
+    without_own_key,
+)
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.ops import products
 from qtensor.storage.ops.table import Op
@@ -39,7 +45,7 @@ def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
         and _is_known(b)
         and (bias is None or _is_known(bias))
         and not watched()
-        and not torch.is_autocast_enabled(a.device.type)
+        and not in_autocast(a.device)
         and forward_ad._current_level < 0
     )
 
