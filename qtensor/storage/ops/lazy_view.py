@@ -250,7 +250,9 @@ class Sliced(Stacked):
         shape = func(torch.empty(t.shape, device="meta"), dim, *bounds).shape
         if dim < split:
             grid = torch.arange(len(parts)).view(t.shape[:split])
-            return sliced([parts[i] for i in func(grid, dim, *bounds).flatten().tolist()], shape)
+            kept = [parts[i] for i in func(grid, dim, *bounds).flatten().tolist()]
+            # Without a part there is no value either, and nothing to write.
+            return sliced(kept, shape) if kept else func(self.laid_out(t), dim, *bounds)
         if name == "select":  # The parts keep the dim, so that rows stay rows.
             index = bounds[0] % t.shape[dim]
             func, bounds = torch.ops.aten.slice.Tensor, [index, index + 1]
