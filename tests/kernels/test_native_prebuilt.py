@@ -25,7 +25,8 @@ BEST = sources.usable_isas()[0]
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a wheel holds, from the user's cache."""
     folder = tmp_path_factory.mktemp("package") / "prebuilt"
-    assert prebuilt.write(folder, [BEST]) == [folder / f"cpu_{BEST}.so", folder / "ops.so"]
+    names = (f"cpu_{BEST}", f"attention_{BEST}", "ops")
+    assert prebuilt.write(folder, [BEST]) == [folder / f"{name}.so" for name in names]
     return folder
 
 

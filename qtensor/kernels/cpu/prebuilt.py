@@ -90,13 +90,14 @@ def write(folder: Path, isas: Iterable[str]) -> list[Path]:
     """Compile the kernels into `folder`, in the form in which `find` expects them in a package.
 
     Returns:
-        One library for each instruction set, and the library of the C++ ops.
+        Two libraries for each instruction set, that of attention last, and that of the C++ ops.
 
     Raises:
         BuildError: as `qtensor.build.cache.build`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    specs = [*map(sources.build_spec, isas), sources.ops_build_spec()]
+    kinds = (sources.build_spec, sources.attention_build_spec)
+    specs = [spec_of(isa) for isa in isas for spec_of in kinds] + [sources.ops_build_spec()]
     libraries = [folder / f"{spec.name}.so" for spec in specs]
     for spec, path in zip(specs, libraries, strict=True):
         shutil.copyfile(build(spec), path)
