@@ -94,9 +94,8 @@ CALLS = (
 
 
 AT_ONCE = (
-    SERVED
-    + """
-import threading
+    """
+import time
 import torch
 import qtensor
 
@@ -107,23 +106,29 @@ def calls(x, texts: List[str], rounds: int):
     rows = 0
     for _ in range(rounds):
         for text in texts:
-            codes = torch.ops.qtensor.quantize(x, text)
-            y = torch.ops.qtensor.dequantize(codes, text, x.shape, 6)
-            product = torch.ops.qtensor.weight_gemm(x[:3], codes, text, 6)
+            # torch takes the tensors out of a list that it passes to a kernel of its C interface.
+            codes, weight = [torch.ops.qtensor.quantize(x, text) for _ in range(2)]
+            y = torch.ops.qtensor.dequantize(codes, text, x.size(), 6)
+            product = torch.ops.qtensor.weight_gemm(x[:3], weight, text, 32)
             rows += y.size(0) + product.size(0)
     return rows
 
 def start(x, texts: List[str], rounds: int):
     return torch.jit.fork(calls, x, texts, rounds)
 ''')
+"""
+    + SERVED
+    + """
 torch.set_num_threads(1)
 torch.set_num_interop_threads(4)
 x = torch.randn(32, 64)
 shared = ["mxfp8", "mxfp4", "nvfp4", "fp8_blockwise", "fp8_rowwise", "mxfp6"]
-own = [[f"fp8(amax_epsilon={i}.{k})" for i in range(20)] for k in range(4)]
+own = [[f"fp8(amax_epsilon={i}.{k})" for i in range(1, 21)] for k in range(1, 5)]
 running = [script.start(x, shared + texts, 20) for texts in own]
-counts = [torch.jit.wait(task) for task in running]
-assert len(set(counts)) == 1, counts
+while not all(task.done() for task in running):  # `wait` would hold Python's lock.
+    time.sleep(0.01)
+counts = [task.value() for task in running]
+assert counts == [20 * 26 * (32 + 3)] * 4, counts
 print("ended")
 """
 )
