@@ -18,6 +18,7 @@ from qtensor import debug, recipes
 HIDDEN, HEADS, GROUPS, SIZE, B, S = 64, 4, 2, 16, 2, 32
 FLOAT32 = 100.0
 """Decibels: float32 beside float64, over a few products."""
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly(reason="inductor compiles C++"))
 RECIPES = {
     "plain": lambda: None,
     "delayed": lambda: recipes.DelayedScaling(fp8_dpa=True),
@@ -313,7 +314,7 @@ def test_recordings_conversions_and_microbatches_reach_the_layers():
 @pytest.mark.parametrize("kind", ["attention", "layer"])
 @pytest.mark.parametrize("fused", [False, True])
 @every_recipe
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_code_has_one_graph_for_all_sizes(kind, fused, recipe, backend):
     """The softmax of inductor may differ in the last bit, which moves few codes."""
