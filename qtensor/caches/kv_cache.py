@@ -120,7 +120,9 @@ class KVCache:
         self._most = 0
         """At least the largest length, where the cache grows."""
         first = {"k_mean"} if isinstance(k_mean, str) else set()
-        self.k_mean = k_mean.float().to(place) if isinstance(k_mean, Tensor) else None
+        self.k_mean = None
+        if isinstance(k_mean, Tensor):  # A copy: `load_state_dict` writes into it.
+            self.k_mean = k_mean.to(place, torch.float32, copy=True)
         if isinstance(k_mean, str):
             check(k_mean == _FIRST, "KVCache", "k_mean is 'first' or a tensor", k_mean, "Fix it")
             self.k_mean = torch.zeros(batch, heads, head_size, device=place)
@@ -148,14 +150,18 @@ class KVCache:
         """
         rule = "k must be (B, heads, tokens, head size)"
         check(k.ndim == 4, "KVCache.append", rule, tuple(k.shape), "Reshape it")
-        count = k.shape[2]
-        if positions is None:
-            steps = torch.arange(count, device=self.lengths.device)
-            positions, lengths = self.lengths.unsqueeze(1) + steps, self.lengths + count
+        count, given = k.shape[2], positions
+        if not count:
+            return
+        if given is None:
+            positions, lengths = self._next_positions(count), self.lengths + count
             most = self._most + count
         else:
-            ends = positions.amax(1) + 1 if count else self.lengths
-            lengths = torch.maximum(self.lengths, ends)
+            rule, got = f"positions must be (batch size, {count})", tuple(given.shape)
+            fits = got == (self.lengths.shape[0], count)
+            check(fits, "KVCache.append", rule, got, "Pass one for each token")
+            positions = given
+            lengths = torch.maximum(self.lengths, given.amax(1) + 1)
             most = int(lengths.max()) if self.grow else 0
         if self.grow:
             self._make_room(most)
@@ -169,9 +175,16 @@ class KVCache:
             *(self._k.form.text, self._v.form.text, self.k_mean, self.block_table),
             *(self._k.wide, self._v.wide),
         )
+        # Only tokens that were written fix what the first ones decide. A graph cannot ask.
+        if given is None or torch.compiler.is_compiling() or bool((given >= 0).any()):
+            self._unset = set()
         self.lengths.copy_(lengths)
         if self.grow:
             self._most = most
+
+    def _next_positions(self, count: int) -> Tensor:
+        steps = torch.arange(count, device=self.lengths.device)
+        return self.lengths.unsqueeze(1) + steps
 
     def attention(
         self,
@@ -193,6 +206,7 @@ class KVCache:
             positions: (B, M) int64: the position of each query; None for the last M tokens.
             first: (B,) int64: tokens before it are not seen (left padding).
             mask: (B or 1, Hq or 1, M or 1, S), bool (True: seen) or floating (added to the scores).
+                For a ring of pages without ``causal``, it must hide the tokens before the window.
             causal: let each query see tokens up to its position alone.
             soft_cap: replace scores s by ``soft_cap * tanh(s / soft_cap)``; 0 for none.
             sinks: (Hq,) or (B, Hq, M): a score for each query that has no value, as in gpt-oss.
@@ -206,8 +220,12 @@ class KVCache:
         Raises:
             QTensorError: a shape, dtype or option is wrong; or a soft cap, which does not commute
                 with a mean.
+            UnsupportedError: a ring of pages has forgotten tokens that a query would see.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        window = self.window if window is None else window
+        if self._pages is not None and self._pages.kept:
+            self._check_ring(self._pages, q.shape[2], positions, window, causal or mask is None)
         if self.k_mean is not None:
             rule, fix = "keys without their mean change capped scores", "Leave out k_mean"
             check(not soft_cap, "KVCache.attention", rule, f"soft_cap={soft_cap}", fix)
@@ -215,7 +233,7 @@ class KVCache:
         return ATTENTION(
             *(q, self._k.codes, self._k.factors, self._v.codes, self._v.factors),
             *(self._k.form.text, self._v.form.text, self.lengths, scale, causal),
-            *(self.window if window is None else window, soft_cap, positions, first, mask, sinks),
+            *(window, soft_cap, positions, first, mask, sinks),
             *(self.block_table, self._k.wide, self._v.wide),
         )
 
@@ -236,19 +254,50 @@ class KVCache:
             (B, Hq, N, E).
         """
         count = k.shape[2]
-        step = count if self._pages is None or not self._pages.kept else self._pages.size
-        mask, results = options.pop("mask", None), []
-        for start in range(0, max(count, 1), max(step, 1)):
-            part = slice(start, start + step)
+        rule, got = "q and k must have as many tokens", f"{q.shape[2]} and {count}"
+        check(q.shape[2] == count, "KVCache.update", rule, got, "Call append and attention")
+        if self._pages is None or not self._pages.kept or count <= self._pages.size:
+            self.append(k, v)
+            return self.attention(q, **options)
+        self._fix_from_all(k, v)
+        mask, sinks, results = options.pop("mask", None), options.pop("sinks", None), []
+        for start in range(0, count, self._pages.size):
+            part = slice(start, start + self._pages.size)
             self.append(k[:, :, part], v[:, :, part])
             shown = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
-            results.append(self.attention(q[:, :, part], mask=shown, **options))
-        return results[0] if len(results) == 1 else torch.cat(results, 2)
+            of_part = sinks if sinks is None or sinks.ndim == 1 else sinks[:, :, part]
+            results.append(self.attention(q[:, :, part], mask=shown, sinks=of_part, **options))
+        return torch.cat(results, 2)
+
+    def _fix_from_all(self, k: Tensor, v: Tensor) -> None:
+        """Derive what the first tokens decide from all of a prompt that is appended in parts."""
+        if self._unset:
+            self._fix(k, v, self._next_positions(k.shape[2]))
+            self._unset = set()
+
+    def _check_ring(
+        self, pages: Pages, queries: int, positions: Tensor | None, window: int, by_window: bool
+    ) -> None:
+        """Refuse queries that would see tokens that the ring has overwritten."""
+        name = "KVCache.attention"
+        fix = "Make the cache without window, and pass it to attention"
+        if by_window and not 0 < window <= self.window:
+            rule = f"a ring of pages holds the {self.window} tokens of its window"
+            fail(name, rule, f"window={window}", fix, UnsupportedError)
+        if positions is None and queries <= pages.size:
+            return  # `append` leaves the windows of the last page of tokens.
+        oldest = self.lengths - queries if positions is None else positions.amin(1)
+        seen = (oldest - self.window + 1).clamp(min=0)
+        if not torch.compiler.is_compiling() and bool((pages.oldest(self.lengths) > seen).any()):
+            rule = "a ring of pages has forgotten tokens that a query would see"
+            fail(name, rule, f"{queries} queries", fix, UnsupportedError)
 
     def _make_room(self, tokens: int) -> None:
-        if tokens <= self.capacity:
-            return
-        self.capacity = max(2 * self.capacity, tokens)
+        if tokens > self.capacity:
+            self._resize(max(2 * self.capacity, tokens))
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = capacity
         each, size = 1, self.capacity
         if self._pages is not None:
             self._pages = self._pages.wider(self.capacity)
@@ -270,7 +319,6 @@ class KVCache:
             if name in self._unset and rows.wide is not None:
                 amax = torch.where(valid, x.float(), 0.0).abs().amax().clamp(min=2.0**-40)
                 rows.wide.copy_(_wide(rows.form, amax * _MARGIN))
-        self._unset = set()
 
     # ---- sequences
 
@@ -278,8 +326,15 @@ class KVCache:
         """Let sequence i continue as sequence ``index[i]``; the number of sequences may change.
 
         Args:
-            index: (new B,) int64, for example the beams that a search keeps.
+            index: (new B,) integers, for example the beams that a search keeps.
+
+        Raises:
+            QTensorError: ``index`` has another shape or dtype.
         """
+        rule = "index must be (sequences,) integers"
+        fits = index.ndim == 1 and index.dtype in (torch.int64, torch.int32)
+        got = f"{index.dtype} {tuple(index.shape)}"
+        check(fits, "KVCache.select", rule, got, "Pass mask.nonzero().flatten() for a mask")
         index = index.to(self.lengths.device, torch.int64)
         places = index
         if self._pages is not None:
@@ -298,10 +353,14 @@ class KVCache:
             lengths: for all sequences, or (B,) int64.
 
         Raises:
+            QTensorError: ``lengths`` is negative or has another shape.
             UnsupportedError: a ring of pages has forgotten tokens that the window would show again.
         """
         kept = torch.as_tensor(lengths, device=self.lengths.device)
-        new = torch.minimum(self.lengths, kept).clamp(min=0)
+        rule = "lengths must be one number of at least 0, or one for each sequence"
+        fits = kept.ndim == 0 or kept.shape == self.lengths.shape
+        check(fits and bool((kept >= 0).all()), "KVCache.crop", rule, lengths, "Pass such numbers")
+        new = torch.minimum(self.lengths, kept)
         if self._pages is not None and self._pages.kept:
             oldest = self._pages.oldest(self.lengths)
             if bool(((oldest > (new - self.window + 1).clamp(min=0)) & (new < self.lengths)).any()):
@@ -361,9 +420,18 @@ class KVCache:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy the buffers of a cache that was made with the same arguments.
 
+        A cache that grows takes over a larger capacity.
+
         Raises:
             QTensorError: a buffer is missing or has another shape. The cache is as before.
         """
+        if self.grow and "k_codes" in state:
+            table, pages = state.get("block_table"), self._pages
+            tokens = state["k_codes"].shape[2]
+            if pages is not None and table is not None:
+                tokens = table.shape[-1] * pages.size
+            if tokens > self.capacity:
+                self._resize(tokens)
         own = self.state_dict()
         shapes = [{name: tuple(t.shape) for name, t in each.items()} for each in (own, state)]
         if shapes[0] != shapes[1]:

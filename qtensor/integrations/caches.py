@@ -333,6 +333,8 @@ def attend(
     options: dict[str, Any] = {"mask": mask, "causal": causal, "window": window}
     options |= {"soft_cap": softcap or 0.0, "sinks": s_aux, "scale": scaling}
     if isinstance(key, NewTokens):
+        if causal and not window:
+            options["window"] = None  # A mask of chunks lies within the window of the cache.
         result = key.cache.update(query, key.k, key.v, **options)
     else:
         if causal and key.shape[2] != query.shape[2]:

@@ -267,3 +267,81 @@ def test_a_refused_append_changes_nothing():
         cache.append(tokens(3), tokens(3))
     for name, t in cache.state_dict().items():
         assert_same_bytes(t, before[name])
+
+
+def test_a_ring_refuses_what_it_has_forgotten():
+    k = rand(1, 1, 400, D)
+    ring = qtensor.KVCache(1, 1, D, 400, k_format="float32", window=16)
+    ring.update(k, k, k)
+    for query, options in (
+        (k[:, :, -1:], {"window": 0}),
+        (k[:, :, -1:], {"window": 17}),
+        (k, {}),
+        (k[:, :, :1], {"positions": torch.zeros(1, 1, dtype=torch.int64)}),
+    ):
+        with pytest.raises(qtensor.UnsupportedError, match="a ring of pages"):
+            ring.attention(query, **options)
+    want = qtensor.attention(k, k, k, causal=True, window=8)
+    assert_same_bytes(ring.attention(k[:, :, -64:], window=8), want[:, :, -64:].contiguous())
+
+
+@pytest.mark.parametrize("options", [{"k_format": "nvfp4"}, {"k_mean": "first"}], ids=str)
+def test_a_long_prompt_in_a_ring_has_the_bits_of_one_without(options):
+    k, sinks = rand(1, 1, 200, D), rand(1, 1, 200)
+    k[:, :, 100:] *= 20
+    ring = qtensor.KVCache(1, 1, D, 200, window=16, **options)
+    plain = qtensor.KVCache(1, 1, D, 200, **options)
+    plain.append(k, k)
+    want = plain.attention(k, window=16, sinks=sinks)
+    assert_same_bytes(ring.update(k, k, k, sinks=sinks), want)
+    with pytest.raises(qtensor.QTensorError, match="as many tokens"):
+        ring.update(k, k[:, :, :50], k[:, :, :50])
+
+
+@pytest.mark.parametrize("refused", ["nothing", "no token", "too many"])
+def test_only_written_tokens_fix_what_the_first_ones_decide(refused):
+    cache, fresh = (qtensor.KVCache(1, 1, D, 5, k_format="nvfp4", k_mean="first") for _ in range(2))
+    x = rand(1, 1, 5, D)
+    if refused == "nothing":
+        cache.append(x[:, :, :0], x[:, :, :0])
+    elif refused == "no token":
+        cache.append(0 * x, 0 * x, torch.full((1, 5), -1))
+    else:
+        with pytest.raises(qtensor.QTensorError):
+            cache.append(1e-6 * torch.cat([x, x], 2), torch.cat([x, x], 2))
+    for each in (cache, fresh):
+        each.append(x, x)
+    for name, t in fresh.state_dict().items():
+        assert_same_bytes(cache.state_dict()[name], t)
+
+
+def test_a_mean_of_the_caller_is_copied():
+    mean = torch.zeros(1, D)
+    cache, other = (qtensor.KVCache(1, 1, D, 4, k_mean=m) for m in (mean, torch.ones(1, D)))
+    cache.load_state_dict(other.state_dict())
+    assert not mean.any()
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_a_cache_that_has_grown_is_restored(page_size):
+    caches = [qtensor.KVCache(B, H, D, 4, grow=True, page_size=page_size) for _ in range(2)]
+    caches[0].append(tokens(9), tokens(9))
+    caches[1].load_state_dict(caches[0].state_dict())
+    results = []
+    for cache in caches:
+        cache.append(tokens(9), tokens(9))
+        results.append(cache.attention(tokens(18)))
+    assert_same_bytes(*results)
+
+
+def test_wrong_indices_are_refused():
+    cache = make()
+    cache.append(tokens(3), tokens(3))
+    with pytest.raises(qtensor.QTensorError, match="nonzero"):
+        cache.select(torch.tensor([False, True]))
+    for lengths in (-1, torch.tensor([[1], [1]]), torch.tensor([1, -1])):
+        with pytest.raises(qtensor.QTensorError, match="at least 0"):
+            cache.crop(lengths)
+    with pytest.raises(qtensor.QTensorError, match="positions must be"):
+        cache.append(tokens(2), tokens(2), torch.tensor([3, 4]))
+    assert cache.lengths.tolist() == [3, 3]
