@@ -24,7 +24,7 @@ from qtensor.reference.scaling import quotient
 
 _INDICES = (torch.int64, torch.int32)
 _MOST_PAGES = 2**31 - 1
-"""Of one sequence: a larger table is a mistake, and its copy has no memory."""
+"""The most pages of one sequence; a kernel could not copy a larger table of an expanded tensor."""
 
 
 class CacheSide(NamedTuple):
