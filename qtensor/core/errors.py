@@ -22,6 +22,10 @@ class UnsupportedError(QTensorError, NotImplementedError):
     """Signal an operation that the library does not have; the message names an alternative."""
 
 
+class IndexRangeError(QTensorError, IndexError):
+    """Signal an index outside the dim of a tensor."""
+
+
 class BuildError(QTensorError):
     """Signal native code that could not be compiled, linked or put into the cache."""
 

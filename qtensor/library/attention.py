@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import NamedTuple
 
@@ -134,14 +135,27 @@ def _check_attention(args: AttentionArgs) -> None:
 
 def _check_options(args: AttentionArgs) -> None:
     op = "attention"
-    rule = "scale must be a finite number"
-    check(math.isfinite(args.scale), op, rule, args.scale, "Pass 1 / sqrt(head size)")
-    rule = "soft_cap must be a finite number of at least 0"
-    fits = math.isfinite(args.soft_cap) and args.soft_cap >= 0
-    check(fits, op, rule, args.soft_cap, "Pass 0 for none")
+    scale, soft_cap = args.scale, args.soft_cap
+    rule = "scale must be a finite number, and must stay so in float32; only 0 may become 0"
+    fits = _in_float32(scale) and _in_float32(reference.LOG2_E * scale)
+    check(fits, op, rule, scale, "Pass 1 / sqrt(head size)")
+    rule = "soft_cap must be a finite number of at least 0, and must stay so in float32; only 0 "
+    rule += "may become 0"
+    fits = soft_cap >= 0 and _in_float32(soft_cap) and _in_float32(reference.LOG2_E * soft_cap)
+    check(fits, op, rule, soft_cap, "Pass 0 for none")
+    if soft_cap:
+        rule = "scale / soft_cap must be a finite number in float32; only a scale of 0 may give 0"
+        fits = _in_float32(2.0 * (reference.LOG2_E * scale) / soft_cap)
+        check(fits, op, rule, f"{scale} / {soft_cap}", "Pass a soft_cap nearer to the scores")
     check(args.window >= 0, op, "window must be at least 0", args.window, "Pass 0 for none")
     rule = "a window needs causal=True"
     check(args.causal or not args.window, op, rule, "causal=False", "Pass a mask instead")
+
+
+def _in_float32(value: float) -> bool:
+    """Return whether the float32 nearest to a value is finite, and 0 only for 0."""
+    rounded = ctypes.c_float(value).value
+    return math.isfinite(rounded) and (rounded != 0) == (value != 0)
 
 
 def check_lengths(args: AttentionArgs) -> int:

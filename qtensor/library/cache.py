@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.core.errors import DtypeError, check, fail
+from qtensor.core.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.core.row_format import RowFormat, row_format
 from qtensor.kernels import table
 from qtensor.library.checks import PassedCalls, check_one
@@ -23,6 +23,8 @@ from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE
 from qtensor.reference.scaling import quotient
 
 _INDICES = (torch.int64, torch.int32)
+_MOST_PAGES = 2**31 - 1
+"""The most pages of one sequence; a kernel could not copy a larger table of an expanded tensor."""
 
 
 class CacheSide(NamedTuple):
@@ -132,6 +134,9 @@ def check_per_sequence(
         check_shape(op, name, t, f"({batch},)", t is None or t.shape == (batch,))
     fits = block_table is None or (block_table.ndim == 2 and block_table.shape[0] == batch)
     check_shape(op, "block_table", block_table, f"({batch}, pages of a sequence)", fits)
+    if block_table is not None:
+        rule, width = f"block_table must have at most {_MOST_PAGES} columns", block_table.shape[1]
+        check(width <= _MOST_PAGES, op, rule, width, "Leave out the pages that are not used")
 
 
 def capacity_of(codes: Tensor, block_table: Tensor | None) -> int:
@@ -211,6 +216,13 @@ _PASSED = PassedCalls()
 
 
 def _append_check(args: CacheAppendArgs) -> None:
+    if torch.is_grad_enabled():
+        for name in ("k_codes", "k_factors", "v_codes", "v_factors"):
+            buffer = getattr(args, name)
+            if buffer is not None and buffer.requires_grad and buffer.is_leaf:
+                rule = "a buffer that is written must not require grad"
+                fix = "Call it in torch.no_grad(), or detach the buffer"
+                fail("cache_append_", rule, name, fix, UnsupportedError)
     signature = _PASSED.signature(args)
     if signature not in _PASSED:
         _check_append(args)
@@ -223,6 +235,13 @@ def _check_append(args: CacheAppendArgs) -> None:
     for rows, mean, side in appends:
         check_rows(op, side.name, rows)
         batch, heads, count, size = rows.shape
+        for name, buffer in (("codes", side.codes), ("factors", side.factors)):
+            if buffer is not None:
+                rule = f"the {name} of {side.name} must have memory of their own for each row"
+                sizes = zip(buffer.shape, buffer.stride(), strict=True)
+                fits = not any(stride == 0 and n > 1 for n, stride in sizes)
+                got = f"strides {buffer.stride()} of {tuple(buffer.shape)}"
+                check(fits, op, rule, got, "Pass a .contiguous() copy")
         got = f"{size} and {check_side(op, side)}"
         rule = f"{side.name} and its cache must have one head size"
         check(size == side.form.size(side.codes.shape[3]), op, rule, got, "Fix one of them")

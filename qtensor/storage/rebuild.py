@@ -294,6 +294,18 @@ def is_row_major(t: QuantizedTensor) -> bool:
     return t._origin.strides is None
 
 
+def rows_are_in_order(t: QuantizedTensor) -> bool:
+    """Return what ``is_row_major`` does, also where sizes are symbolic: the graph gets guards."""
+    strides, expected = strides_of(t), 1
+    if is_row_major(t) or not strides or all(isinstance(n, int) for n in (*t.shape, *strides)):
+        return is_row_major(t)
+    for size, stride in zip(reversed(t.shape), reversed(strides), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def shares_memory(view: QuantizedTensorStorage, whole: QuantizedTensorStorage) -> bool:
     """Return whether each buffer of ``view`` is in the memory of that buffer of ``whole``."""
     return all(

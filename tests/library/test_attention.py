@@ -90,6 +90,17 @@ def test_the_public_function_reads_quantized_tensors(text):
     assert plain.shape == q.shape
 
 
+@pytest.mark.parametrize("name", "qkv")
+def test_a_lost_gradient_is_refused(name):
+    operands = {each: torch.ones(1, 1, 2, 64) for each in "qkv"}
+    operands["v"] = qtensor.quantize(operands["v"], "mxfp8")
+    operands[name].requires_grad_()
+    with pytest.raises(qtensor.UnsupportedError, match=rf"got {name} that .* DotProductAttention"):
+        qtensor.attention(**operands)
+    with torch.no_grad():
+        assert not qtensor.attention(**operands).requires_grad
+
+
 def refused(match, problem, **options):
     with pytest.raises(qtensor.QTensorError, match=match):
         problem.run(**options)
@@ -107,6 +118,11 @@ def test_errors_name_the_argument():
     refused("window must be at least 0", problem, window=-1)
     refused("scale must be a finite number", problem, scale=float("nan"))
     refused("soft_cap must be a finite number of at least 0", problem, soft_cap=-1.0)
+    for value in (1e300, 1e-300):
+        refused("scale must be a finite number, .* float32", problem, scale=value)
+        refused("soft_cap must be a finite number .* float32", problem, soft_cap=value)
+    refused("scale / soft_cap must be a finite", problem, scale=1e30, soft_cap=1e-30)
+    assert problem.run(scale=0.0, soft_cap=3.0).isfinite().all()
     refused("sinks must have the shape", problem, sinks=torch.ones(3))
     refused("the mask must cover the longest sequence, 40", problem, mask=torch.ones(1, 1, 1, 39))
     refused("mask must have the shape", problem, mask=torch.ones(1, 3, 1, 40))
@@ -122,6 +138,8 @@ def test_pages_outside_the_cache_are_refused():
     # Pages behind the end of a sequence are not read.
     assert problem.run(block_table=torch.tensor([[0, 1, 2], [3, 4, 99]])).isfinite().all()
     refused("from 0 to the 32 tokens", problem, block_table=torch.tensor([[0, 1], [2, 3]]))
+    wide = torch.tensor([[0], [1]]).expand(2, 2**61)
+    refused("block_table must have at most 2147483647 columns", problem, block_table=wide)
 
 
 def test_shapes_must_agree():

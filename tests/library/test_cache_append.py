@@ -173,3 +173,21 @@ def test_errors_come_before_any_write() -> None:
     refused("must name one of the 4 pages of the cache; got", *paged, keys, block_table=table)
     refused(r"block_table must have the shape \(2, pages", *paged, keys, block_table=table[:1])
     refused("below the 32 tokens", *paged, keys, block_table=table[:, :2])
+
+
+def test_rows_that_share_memory_are_refused() -> None:
+    k, v = sides("mxfp8")
+    keys = rows(64, 1)
+    shared = Side("mxfp8", k.codes[:1].expand(B, -1, -1, -1), k.factors, None)
+    refused("codes of k must have memory of their own", shared, v, keys)
+    shared = Side("mxfp8", k.codes, k.factors[:, :, :1].expand(-1, -1, 64, -1), None)
+    refused("factors of k must have memory of their own", shared, v, keys)
+
+
+def test_a_leaf_that_requires_grad_is_refused() -> None:
+    k, v = sides("mxfp8")
+    v.codes.requires_grad_()
+    refused("must not require grad; got v_codes", k, v, rows(64, 1))
+    with torch.no_grad():
+        append(k, v, rows(64, 1), rows(32, 2), POSITIONS)
+    assert v.codes.any()

@@ -153,8 +153,9 @@ def test_a_plain_tensor_takes_values():
     [
         (lambda q: q.index_copy_(3, torch.tensor([0]), q[..., :1]), "must be 1|multiple of 32"),
         (lambda q: q.index_copy_(2, torch.tensor([0]), torch.ones(2, 3, 2, 64)), "the shape"),
-        (lambda q: q.index_copy_(2, torch.tensor([20]), torch.ones(2, 3, 1, 64)), "below the 20"),
-        (lambda q: q.index_copy_(2, torch.tensor([-1]), torch.ones(2, 3, 1, 64)), "below the 20"),
+        (lambda q: q.index_copy_(2, torch.tensor([20]), torch.ones(2, 3, 1, 64)), "got 20"),
+        (lambda q: q.index_copy_(2, torch.tensor([-1]), torch.ones(2, 3, 1, 64)), "got -1"),
+        (lambda q: q[:, :, 2:].index_copy_(2, torch.tensor([0]), q[:, :, :1]), "whose view it is"),
         (lambda q: q.index_put_((torch.ones(2, 3, dtype=torch.bool),), torch.ones(64)), "integers"),
         (
             lambda q: q.index_put_((torch.tensor([0]),), torch.ones(3, 20, 64), accumulate=True),
@@ -175,3 +176,37 @@ def test_factors_of_several_rows_name_the_rule(text):
     q = quantized(rand(*SHAPE), text)
     with pytest.raises(qtensor.UnsupportedError, match=r"factors belong to one row.*dequantize"):
         q.index_copy_(2, torch.tensor([0]), torch.ones(2, 3, 1, 64))
+
+
+@rows
+def test_an_empty_write_does_nothing(text):
+    q = quantized(torch.zeros(4, 64), text)
+    before, none = snapshot(q), torch.tensor([], dtype=torch.long)
+    q.index_copy_(0, none, torch.ones(0, 64))
+    q[none] = torch.ones(0, 64)
+    assert_same_tensor(q, before)
+
+
+@pytest.mark.parametrize("source", ["values", "bytes"])
+def test_an_index_outside_the_dim_is_named(source):
+    q = quantized(rand(4, 64), "fp8_rowwise")
+    row = q[:1].clone() if source == "bytes" else rand(1, 64)
+    before = snapshot(q)
+    for index in (4, -1):
+        with pytest.raises(IndexError, match=rf"index_copy_: .* from 0 to 3, .* got {index}\."):
+            q.index_copy_(0, torch.tensor([index]), row)
+    with pytest.raises(qtensor.QTensorError, match=r"index_put_: .* from -4 to 3, .* got -5\."):
+        q[torch.tensor([-5])] = row
+    assert_same_tensor(q, before)
+
+
+def test_graphs_with_symbolic_sizes_write_rows():
+    def write(w, y, index):
+        w[:, index] = y
+        w[1:].index_copy_(1, index + 2, y[1:])
+
+    w, y, index = quantized(rand(2, 6, 64), "fp8_rowwise"), rand(2, 2, 64), torch.tensor([1, 3])
+    eager = w.clone()
+    write(eager, y, index)
+    torch.compile(write, fullgraph=True, dynamic=True, backend="aot_eager")(w, y, index)
+    assert_same_tensor(w, eager)

@@ -187,6 +187,18 @@ def test_pages(text):
         ({"cu_seq_q": torch.tensor([0, 5, 3])}, "never falls"),
         ({"cu_seq_k": None}, "keys need cu_seq_k"),
         ({"query": rand(8, HQ, D).requires_grad_()}, "there is no gradient"),
+        ({"value": rand(sum(KEYS), H, D).requires_grad_()}, "got value that requires grad"),
+        ({"cu_seq_q": torch.tensor([0, 3, 4, 4, 9])}, "cu_seq_q must .* ends with the 8 rows"),
+        ({"cu_seq_q": torch.tensor([0, 3, 4, 4, 7])}, "cu_seq_q must .* ends with the 8 rows"),
+        ({"cu_seq_q": torch.tensor([1, 3, 4, 4, 8])}, "cu_seq_q must .* begins with 0"),
+        ({"cu_seq_q": torch.ones(5)}, "cu_seq_q must be int64 or int32"),
+        ({"cu_seq_k": torch.tensor([0, 9, 16, 19, 22])}, "cu_seq_k must .* with the 23 rows"),
+        ({"cu_seq_k": torch.tensor([0, 23])}, "same number of sequences; got 4 and 1"),
+        ({"max_q": 3}, "max_q must be at least the 4 queries"),
+        ({"max_k": 8}, "max_k must be at least the 9 keys"),
+        ({"seqused_k": torch.tensor([9, 7, 4, 4])}, "at most the keys of the sequence"),
+        ({"seqused_k": torch.tensor([9, 7, -1, 4])}, "seqused_k must be at least 0"),
+        ({"seqused_k": torch.tensor([9, 7, 3])}, r"seqused_k must have the shape \(4,\)"),
     ],
 )
 def test_wrong_sequences_name_the_rule(change, rule):
@@ -204,3 +216,31 @@ def test_wrong_sequences_name_the_rule(change, rule):
     }
     with pytest.raises(qtensor.QTensorError, match=rule):
         qtensor.varlen_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("table", "rule"),
+    [
+        (torch.zeros(3, 3, dtype=torch.long), r"block_table must have the shape \(4, pages"),
+        (torch.zeros(4, 2, dtype=torch.long), "at most the 8 keys that a row of block_table"),
+    ],
+)
+def test_wrong_pages_name_the_rule(table, rule):
+    q, k = rand(sum(QUERIES), H, D), rand(9, 4, H, D)
+    options = {"seqused_k": torch.tensor(KEYS), "block_table": table}
+    with pytest.raises(qtensor.QTensorError, match=rule):
+        qtensor.varlen_attention(q, k, k, cumulative(QUERIES), None, 4, 9, **options)
+
+
+def test_a_broadcast_table_is_read_as_far_as_it_is_used():
+    q, k = rand(2, H, D), rand(1, 4, H, D)
+    one = torch.zeros(1, 1, dtype=torch.long)
+    first, second = (
+        qtensor.varlen_attention(
+            *(q, k, k, cumulative([2]), None, 2, 8),
+            seqused_k=torch.tensor([8]),
+            block_table=table,
+        )
+        for table in (one.expand(1, 2**61), one.expand(1, 2).clone())
+    )
+    assert_same_bytes(first, second)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, check, fail
 from qtensor.core.quantizer_registry import usage_part
 from qtensor.core.row_format import PLAIN_FORMATS, row_format
 from qtensor.library.attention import ATTENTION
@@ -56,7 +56,9 @@ def attention(
 
     Raises:
         QTensorError: a shape, dtype, format, length or option is wrong.
+        UnsupportedError: grad mode is on, and ``q``, ``k`` or ``v`` requires grad.
     """
+    refuse_gradient("attention", q=q, k=k, v=v)
     for name, t in (("k", k), ("v", v)):
         rule, got = f"{name} must be (B, heads, tokens, head size)", tuple(t.shape)
         check(len(t.shape) == 4, "attention", rule, got, "Reshape it")
@@ -77,6 +79,21 @@ def attention(
         k_global=k_global,
         v_global=v_global,
     )
+
+
+def refuse_gradient(op: str, **operands: TensorOrStorage) -> None:
+    """Refuse operands whose gradient would be lost.
+
+    Raises:
+        UnsupportedError: grad mode is on, and an operand requires grad; the message names it.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, t in operands.items():
+        if isinstance(t, Tensor) and t.requires_grad:
+            fix = "Call it in torch.no_grad(), detach the operands, or use DotProductAttention"
+            got = f"{name} that requires grad"
+            fail(op, "there is no gradient", got, fix, UnsupportedError)
 
 
 class Stored(NamedTuple):

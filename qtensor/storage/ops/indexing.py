@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qtensor.core.buffer_shapes import normalize
-from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
+from qtensor.core.buffer_shapes import is_empty, normalize
+from qtensor.core.errors import IndexRangeError, QTensorError, UnsupportedError, check, fail
 from qtensor.core.row_format import RowFormat, row_format
 from qtensor.library.cache import CACHE_APPEND
 from qtensor.storage import geometry
@@ -18,7 +18,7 @@ from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.views import view_tensor
 from qtensor.storage.ops.write import begin_write, encodable, plain
 from qtensor.storage.origin import FRESH
-from qtensor.storage.rebuild import Q, is_row_major, separate, with_buffers
+from qtensor.storage.rebuild import Q, rows_are_in_order, separate, with_buffers
 from qtensor.storage.row_buffers import by_rows
 
 if TYPE_CHECKING:
@@ -112,6 +112,21 @@ def _index(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return view_tensor(picked, (*rows.shape, *t.shape[1:]), "index")
 
 
+def check_index(index: Tensor, first: int, size: int, op: str) -> None:
+    """Refuse indices below ``first`` or not below ``size``; those of a graph are not known.
+
+    Raises:
+        IndexRangeError: the message names one of them.
+    """
+    if type(index) is not Tensor or index.is_meta or not index.numel():
+        return
+    least, most = (int(n) for n in index.aminmax())
+    rule = f"an index must be from {first} to {size - 1}, since the dim has {size} rows"
+    wrong = least if least < first else most
+    fits = first <= least and most < size
+    check(fits, op, rule, wrong, "Pass an index of the tensor", IndexRangeError)
+
+
 def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
     """Write rows into ``t``, in place: bytes of the same quantizer, or values, which it encodes.
 
@@ -130,15 +145,20 @@ def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
     quantizer, shape = t._quantizer, tuple(t.shape)
     label, wanted = f"{op}[{quantizer.format}]", (*shape[:dim], index.numel(), *shape[dim + 1 :])
     form = _row_format(quantizer.canonical)
-    if form is None or dim == len(shape) - 1 or t._parts or not is_row_major(t):
+    if form is None or dim == len(shape) - 1 or t._parts or not rows_are_in_order(t):
         rule = "rows are written along any dim but the last, into a row-major tensor without "
         rule += "columnwise data, whose factors belong to one row or to the whole"
         got = f"dim {dim} of {shape}, {quantizer.canonical}"
         fix = "Write to the values of .dequantize(), and quantize them again"
+        if t._parts:
+            got += ", a view that is not row-major"
+            fix = "Write into the tensor whose view it is, or quantize its values again"
         fail(label, rule, got, fix, UnsupportedError)
     rule = f"the rows must have the shape {wanted}"
     check(tuple(src.shape) == wanted, label, rule, tuple(src.shape), "Reshape them")
     begin_write(t)
+    if is_empty(wanted):
+        return t
     wide = t.buffers()[-1] if form.divisor else None
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
     slots = [slot for slot in quantizer.slots if slot.dims[0].axis in ("lead", "m")]
@@ -184,7 +204,9 @@ def _index_copy_(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t, dim, index, src = args
     if not is_quantized(t):
         return func(t, dim, index, plain(src))
-    return write_rows(t, normalize(dim, t.ndim), index, src, "index_copy_")
+    dim = normalize(dim, t.ndim)
+    check_index(index, 0, t.shape[dim], "index_copy_")
+    return write_rows(t, dim, index, src, "index_copy_")
 
 
 @implements(PRESERVE, "index_put_")
@@ -203,6 +225,7 @@ def _index_put_(func: Op, args: Args, kwargs: Kwargs) -> Any:
     dim, index = dims[0], indices[dims[0]].reshape(-1)
     shape = (*t.shape[:dim], index.numel(), *t.shape[dim + 1 :])
     src = src if tuple(src.shape) == shape else _values_of(src).expand(shape)
+    check_index(index, -t.shape[dim], t.shape[dim], "index_put_")
     index = torch.where(index < 0, index + t.shape[dim], index)
     return write_rows(t, dim, index, src, "index_put_")
 
