@@ -62,14 +62,14 @@ def output_of(*command: str) -> str:
     return done.stdout
 
 
-def run(*command: str | Path) -> None:
+def run(*command: str | Path, environment: dict[str, str] | None = None) -> None:
     """Run a command in the checkout.
 
     Raises:
         CalledProcessError: it failed.
     """
     print("$", *command, file=sys.stderr, flush=True)
-    subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
+    subprocess.run([str(word) for word in command], cwd=ROOT, env=environment, check=True)
 
 
 def build(targets: Sequence[str], output: Path) -> list[Path]:
@@ -86,14 +86,16 @@ def build(targets: Sequence[str], output: Path) -> list[Path]:
 def smoke(wheel: Path, python: str, torch: str) -> dict[str, object]:
     """Return what the smoke test says about a wheel in a new environment."""
     with tempfile.TemporaryDirectory(prefix="qtensor-release-") as folder:
-        run(python, "-m", "venv", folder)
         inside = Path(folder) / "bin"
+        # Neither a compiler nor another installation of qtensor.
+        bare = os.environ | {"PATH": str(inside), "HOME": folder}
+        bare.pop("PYTHONPATH", None)
+        run(python, "-m", "venv", folder)
         version = "torch" if torch == "newest" else f"torch=={torch}"
-        run(inside / "python", "-m", "pip", "install", "--quiet", version, wheel)
-        environment = os.environ | {"PATH": str(inside), "HOME": folder}
-        environment.pop("PYTHONPATH", None)
+        install = [inside / "python", "-m", "pip", "install", "--quiet", version, wheel]
+        run(*install, environment=bare)
         command = [str(inside / "python"), str(ROOT / "scripts" / "wheel_smoke.py")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=bare, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         return {"faults": [done.stderr[-_LAST_LINES:]]}
