@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -65,6 +66,11 @@ def in_autocast(device: torch.device) -> bool:
     """Return whether ``torch.autocast`` is on for a kind of device; some kinds have none."""
     kind = device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def in_forward_mode() -> bool:
+    """Return whether forward-mode gradients are computed."""
+    return forward_ad._current_level >= 0
 
 
 def in_transform() -> bool:

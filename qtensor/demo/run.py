@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-import qtensor.kernels
 from qtensor.core.errors import QTensorError
 from qtensor.demo import render
 from qtensor.demo.compile_check import CompileResult, check_compile, pick_matrix
@@ -16,7 +15,7 @@ from qtensor.demo.report import DemoReport, environment
 from qtensor.demo.sentences import SENTENCES, SentenceResult, compare_embeddings
 from qtensor.demo.sweep import FormatResult, sweep
 from qtensor.demo.weights import load_weights
-from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu import native, prebuilt, sources
 
 if TYPE_CHECKING:
     from qtensor.demo.model import SentenceModel
@@ -67,7 +66,7 @@ def _build_kernels() -> None:
     if not native.is_off():
         # Without kernels the first call warns, and the reference is used.
         with contextlib.suppress(QTensorError):
-            qtensor.kernels.build()
+            prebuilt.provide(sources.choose_isa())
 
 
 def _quantize(

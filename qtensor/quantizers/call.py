@@ -20,7 +20,7 @@ from qtensor.core.compile_constants import compile_constant
 from qtensor.core.dtensors import is_dtensor
 from qtensor.core.errors import ArgumentTypeError, DtypeError, UnsupportedError, fail
 from qtensor.core.quantizer_registry import QuantizerLike, parse
-from qtensor.core.torch_state import in_transform
+from qtensor.core.torch_state import in_forward_mode, in_transform
 from qtensor.library.quantize import AMAX, QUANTIZE, RANDOM_SEED
 from qtensor.quantizers.dtensor_parts import check_parts, maxima_over_mesh, whole_of
 from qtensor.storage.base import QuantizedTensorStorage
@@ -198,9 +198,7 @@ def _refuse_transforms(quantizer: Called, x: Tensor) -> None:
     Raises:
         UnsupportedError: the transform cannot follow the buffers, and would lose the derivative.
     """
-    if in_transform() or (
-        forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-    ):
+    if in_transform() or (in_forward_mode() and forward_ad.unpack_dual(x).tangent is not None):
         fail(
             f"quantize[{quantizer.format}]",
             "transforms of torch.func and forward-mode derivatives cannot follow quantized tensors",

@@ -174,7 +174,7 @@ def attention_build_spec(isa: str) -> BuildSpec:
     if isa == "avx512":
         # Its functions are called on CPUs that have these instructions.
         all_units.append(Unit(folder / "dots.cpp", (*flags, "-mavx512bf16"), "dots"))
-    names = ("structs", "simd", "element_codes", "memory", "threads", "denormals")
+    names = ("structs", "simd", "fused", "element_codes", "memory", "threads", "denormals")
     return BuildSpec(
         f"attention_{isa}",
         tuple(all_units),

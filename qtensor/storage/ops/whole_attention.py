@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from qtensor.core.errors import QTensorError
 from qtensor.core.row_format import row_format
-from qtensor.core.torch_state import in_autocast, in_transform
+from qtensor.core.torch_state import in_autocast, in_forward_mode, in_transform
 from qtensor.library.quantize import INPUT_DTYPES
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.ops.attention import attention
@@ -57,7 +56,7 @@ def _plain(t: Tensor) -> Tensor:
 def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if a call needs a gradient, or autocast or a transform changes it."""
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return gradient or in_autocast(q.device) or in_transform() or forward_ad._current_level >= 0
+    return gradient or in_autocast(q.device) or in_transform() or in_forward_mode()
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:

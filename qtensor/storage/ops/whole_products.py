@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from qtensor.core.torch_state import (
     OWN_KEY,
     OWN_KEY_NAME,
     in_autocast,
+    in_forward_mode,
     watched,
     without_own_key,
 )
@@ -46,7 +46,7 @@ def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
         and (bias is None or _is_known(bias))
         and not watched()
         and not in_autocast(a.device)
-        and forward_ad._current_level < 0
+        and not in_forward_mode()
     )
 
 

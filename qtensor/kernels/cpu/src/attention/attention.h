@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "fused.h"
+#include "../fused.h"
 
 namespace QT_NAMESPACE {
 

@@ -1,6 +1,6 @@
 // Fused multiply-add of vectors on every CPU.
 #pragma once
-#include "../simd.h"
+#include "simd.h"
 #ifdef __aarch64__
 #include <arm_neon.h>
 #endif
