@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import torch_process
 
+from qtensor.build.cache import build
+from qtensor.kernels.cpu import sources
+
+LOCKS = (b"GOMP_critical", b"GOMP_atomic", b"omp_set_lock", b"pthread_mutex_lock", b"call_once")
+
+
+def test_no_kernel_takes_a_lock() -> None:
+    # Another thread may hold it when the process forks, and the child would wait for ever.
+    kernels, attention = sources.kernel_build_specs(sources.choose_isa())
+    for spec in (kernels, attention, sources.ops_build_spec()):
+        symbols = build(spec).read_bytes()
+        assert not [lock for lock in LOCKS if lock in symbols], spec.name
+    assert b"GOMP_parallel" in build(kernels).read_bytes()
+
+
 DESCRIPTIONS = '''
 import os, signal, warnings
 import torch, qtensor

@@ -101,10 +101,7 @@ struct Float8Quantizer {
             largest = largest > amax ? largest : amax;
             return always_safe || amax >= INF_BITS;
         }
-        void merge_into(i32* total) const {
-#pragma omp critical(qtensor_max)
-            *total = *total > largest ? *total : largest;
-        }
+        void merge_into(i32* total) const { raise(total, largest); }
     };
 
     float scale_of(i32 amax) const { return fp8_scale(all(amax), bits<float>(E::max_bits), p, FLT_MAX)[0]; }

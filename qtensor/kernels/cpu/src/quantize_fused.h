@@ -60,10 +60,6 @@ struct FusedQuantizer {
             if (stream) fence();
         });
     }
-    static void raise(i32* top, i32 part) {
-#pragma omp critical(qtensor_max)
-        *top = *top > part ? *top : part;
-    }
 
     template <class E>
     void float8() {

@@ -278,9 +278,7 @@ struct BlockQuantizer {
 #else
         i32 top = 0;
         each_tile([&](const Lines<T>& m) {
-            const i32 part = rotated_lines(m, 0, blocks_of(m), 0);
-#pragma omp critical(qtensor_max)
-            top = top > part ? top : part;
+            raise(&top, rotated_lines(m, 0, blocks_of(m), 0));
         });
         return top;
 #endif

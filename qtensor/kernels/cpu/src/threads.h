@@ -39,14 +39,21 @@ static inline void parallel(i64 n, i64 unit, int threads, const F& f) {
     if (n > 0) f(i64(0), n);
 }
 
-// One number from each part, joined by f(a, b).
+// Raises *top to `value` if that is larger; several threads may do so at once. Without a lock: a process may
+// fork while another of its threads is here, and the child would wait for that thread for ever.
+static inline void raise(i32* top, i32 value) {
+    i32 current = __atomic_load_n(top, __ATOMIC_RELAXED);
+    while (current < value &&
+           !__atomic_compare_exchange_n(top, &current, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+// The largest f(first, end) of all parts; none is negative.
 template <class F>
 static inline i32 parallel_max(i64 n, i64 unit, int threads, const F& f) {
     i32 top = 0;
     parallel(n, unit, threads, [&](i64 first, i64 end) {
-        const i32 part = f(first, end);
-#pragma omp critical(qtensor_max)
-        top = top > part ? top : part;
+        raise(&top, f(first, end));
     });
     return top;
 }
