@@ -155,6 +155,11 @@ def test_a_plain_tensor_takes_values():
         (lambda q: q.index_copy_(2, torch.tensor([0]), torch.ones(2, 3, 2, 64)), "the shape"),
         (lambda q: q.index_copy_(2, torch.tensor([20]), torch.ones(2, 3, 1, 64)), "got 20"),
         (lambda q: q.index_copy_(2, torch.tensor([-1]), torch.ones(2, 3, 1, 64)), "got -1"),
+        (
+            lambda q: q.index_copy_(2, torch.tensor([0]), torch.ones(2, 3, 1, 64).double()),
+            "float64",
+        ),
+        (lambda q: q.__setitem__([1, 0], torch.ones(3, 20, 64).bfloat16()), "got torch.bfloat16"),
         (lambda q: q[:, :, 2:].index_copy_(2, torch.tensor([0]), q[:, :, :1]), "whose view it is"),
         (lambda q: q.index_put_((torch.ones(2, 3, dtype=torch.bool),), torch.ones(64)), "integers"),
         (

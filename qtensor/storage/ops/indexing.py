@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import is_empty, normalize
-from qtensor.core.errors import IndexRangeError, QTensorError, UnsupportedError, check, fail
+from qtensor.core.errors import (
+    DtypeError,
+    IndexRangeError,
+    QTensorError,
+    UnsupportedError,
+    check,
+    fail,
+)
 from qtensor.core.row_format import RowFormat, row_format
 from qtensor.library.cache import CACHE_APPEND
 from qtensor.storage import geometry
@@ -140,6 +147,7 @@ def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
         op: the name of the calling op, for errors.
 
     Raises:
+        DtypeError: the dtypes of ``t`` and ``src`` differ.
         QTensorError: a shape is wrong, or a factor serves several rows.
     """
     quantizer, shape = t._quantizer, tuple(t.shape)
@@ -156,6 +164,8 @@ def write_rows(t: Q, dim: int, index: Tensor, src: Tensor, op: str) -> Q:
         fail(label, rule, got, fix, UnsupportedError)
     rule = f"the rows must have the shape {wanted}"
     check(tuple(src.shape) == wanted, label, rule, tuple(src.shape), "Reshape them")
+    rule = f"the rows must have the dtype of the tensor, {t.dtype}, as torch has it"
+    check(src.dtype == t.dtype, label, rule, src.dtype, f"Call .to({t.dtype})", DtypeError)
     begin_write(t)
     if is_empty(wanted):
         return t
