@@ -2,6 +2,8 @@
 // tensor comes first, it is found on the way, and the tensor kept and quantized then, or made once more where
 // there is no room for it.
 #pragma once
+#include <functional>
+
 #include "quantize_float8.h"
 #include "quantize_tiles.h"
 #include "scale_layout.h"
@@ -34,8 +36,8 @@ struct FusedQuantizer {
     }
 
     // f(call for the band, call for the band alone) for each; `again`: the bands have been made before.
-    template <class F>
-    void bands(bool again, const F& f) const {
+    using OnBand = std::function<void(const QuantizeCall& part, const QuantizeCall& alone)>;
+    void bands(bool again, const OnBand& f) const {
         parallel((c.rows + height - 1) / height, 1, c.threads, [&](i64 a, i64 b) {
             T* kept = (T*)c.x;
             const Array<T> buffer(kept ? 0 : height * c.cols);
@@ -104,19 +106,25 @@ struct FusedQuantizer {
 
     template <class E, int B, int Codes>
     struct Quantizer : BlockQuantizer<D, E, B, Codes> {
-        Quantizer(const CQuantizer& p, const QuantizeCall& c, bool stream)
+        NOINLINE Quantizer(const CQuantizer& p, const QuantizeCall& c, bool stream)
             : BlockQuantizer<D, E, B, Codes>(p, c, scale_layout_of(p, c.row, c.rows, c.cols, false),
                                              scale_layout_of(p, c.column, c.cols, c.rows, true), stream) {}
     };
 
     template <class E, int B, int Codes>
     void blocks() {
+        if constexpr (B == NV)
+            two_levels<E, B, Codes>();
+        else
+            bands(false, [&](const QuantizeCall& part, const QuantizeCall&) {
+                Quantizer<E, B, Codes>(p, part, stream).encode();
+            });
+    }
+
+    // NVFP4: the maxima behind the second level come first.
+    template <class E, int B, int Codes>
+    void two_levels() {
         using Band = Quantizer<E, B, Codes>;
-        if (p.scale != SCALE_E4M3) {
-            bands(false,
-                  [&](const QuantizeCall& part, const QuantizeCall&) { Band(p, part, stream).encode(); });
-            return;
-        }
         // Square blocks have one maximum, whichever direction asks.
         const bool row = p.square || c.row.data, column = !p.square && c.column.data;
         const Buffers& first = p.square && !c.row.amax ? c.column : c.row;

@@ -227,7 +227,8 @@ struct LineQuantizer {
     const Direction& d;
     const CQuantizer& p;
     StripLayout<D, B, Codes> strips;
-    const bool nv, special;
+    static constexpr bool nv = B == NV;
+    const bool special;
     const PhiloxKeys keys;
     GlobalScaleLanes global;
     i64 global_line = -1;
@@ -245,7 +246,6 @@ struct LineQuantizer {
           d(direction),
           p(*direction.quantizer),
           strips(lines),
-          nv(p.scale == SCALE_E4M3),
           special(nv && (d.rotate || p.stochastic || p.four_over_six)),
           keys(d.seed) {
         for (int b = 0; b < W; b++) global.set(b, d.global);

@@ -37,12 +37,12 @@ struct BlockQuantizer {
     }
 
     void run() {
-        if (p.scale == SCALE_E4M3) maxima();
+        if constexpr (B == NV) maxima();
         encode();
     }
 
-    // All but the maxima behind the second level.
-    void encode() {
+    // All but the maxima behind the second level. Compiled once, for all callers.
+    NOINLINE void encode() {
         const bool transposed = c.column.data && p.transposed;
         if (!p.square && !c.column.data) return rows_only();
         if (transposed || (p.square && c.row.data)) tiled(transposed);
@@ -277,9 +277,7 @@ struct BlockQuantizer {
         });
 #else
         i32 top = 0;
-        each_tile([&](const Lines<T>& m) {
-            raise(&top, rotated_lines(m, 0, blocks_of(m), 0));
-        });
+        each_tile([&](const Lines<T>& m) { raise(&top, rotated_lines(m, 0, blocks_of(m), 0)); });
         return top;
 #endif
     }

@@ -10,6 +10,8 @@
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+// Large functions with several callers: the compiler takes seconds for each copy.
+#define NOINLINE __attribute__((noinline))
 #define INLINE static ALWAYS_INLINE
 
 namespace QT_NAMESPACE {

@@ -52,9 +52,7 @@ static inline void raise(i32* top, i32 value) {
 template <class F>
 static inline i32 parallel_max(i64 n, i64 unit, int threads, const F& f) {
     i32 top = 0;
-    parallel(n, unit, threads, [&](i64 first, i64 end) {
-        raise(&top, f(first, end));
-    });
+    parallel(n, unit, threads, [&](i64 first, i64 end) { raise(&top, f(first, end)); });
     return top;
 }
 
