@@ -75,6 +75,7 @@ stage gemm_tests 150 "${pytest[@]}" tests/kernels/test_gemm_gpu.py
 stage gemm_benchmark 110 "$python" -m benchmarks.gemm --output "$output" --seconds 90
 # The byte tests of the Triton kernels use the GPU if there is one, otherwise the interpreter.
 stage triton_bytes 120 "${pytest[@]}" tests/kernels/test_triton_kernels.py
+stage triton_attention 60 "${pytest[@]}" -m "not nightly" -k "not compile" tests/kernels/test_triton_attention.py
 mapfile -t others < <(grep -rl 'pytest.mark.gpu' --include='test_*.py' tests | grep -v test_gemm_gpu)
 stage other_gpu_tests 60 "${pytest[@]}" -m gpu "${others[@]}"
 if command -v compute-sanitizer >/dev/null; then

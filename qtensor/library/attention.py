@@ -211,7 +211,7 @@ def _ranges(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def _attention_fill(out: Tensor, args: AttentionArgs) -> None:
-    # Kernels check lengths and pages themselves; those that are wrong end here.
+    # CPU kernels check lengths and pages themselves; those that are wrong end here.
     if not out.numel() or table.floats_("attention", out.device.type, out, args):
         return
     count = check_lengths(args)
@@ -259,4 +259,7 @@ ATTENTION = leaf_op("attention", AttentionArgs, "Tensor", _attention_alloc, _att
 
 The order of sums is that of docs/numerics.md, so a query's result does not depend on the other
 queries and sequences of the call, nor on capacity and pages. A query that sees no token gives 0.
+
+Lengths and pages outside the cache are an error. The kernels of CUDA do not wait for the device to
+know them: there, the queries of such a sequence, or those that see such a page, give NaN.
 """

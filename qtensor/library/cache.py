@@ -288,7 +288,7 @@ def _append_fill(_: None, args: CacheAppendArgs) -> None:
     rows = []
     for append in _appends(args):
         rows += _encoded(append)
-    # Kernels check positions and pages themselves; those that are wrong end here.
+    # CPU kernels check positions and pages themselves; those that are wrong end here.
     if table.floats_("cache_append", args.k.device.type, rows, positions, block_table):
         return
     _check_positions(args)
@@ -331,5 +331,7 @@ def _encoded(append: Append) -> list[tuple[Tensor, Tensor]]:
 CACHE_APPEND = leaf_op("cache_append_", CacheAppendArgs, "()", _append_check, _append_fill)
 """Write new rows of keys and values into a cache; other rows are not read or written.
 
-The bytes are those of quantizing the whole sequence with the same global value.
+The bytes are those of quantizing the whole sequence with the same global value. Positions and
+pages outside the cache are an error; the kernels of CUDA, which do not wait for the device to know
+them, do not write such a token.
 """

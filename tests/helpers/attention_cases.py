@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,6 +196,51 @@ class Problem:
         if mask.dtype is torch.bool:
             row = torch.where(row, 0.0, -math.inf)
         return row.float().numpy()
+
+
+def random_problem(seed: int, limit: int = 6000) -> Problem | None:
+    """Return a problem that the oracle solves in about a second, or None.
+
+    ``limit`` is of the number of scores.
+    """
+    choose = random.Random(seed)
+    lengths = choose.choices((1, 3, 16, 17, 40, 255, 256, 257, 300, 1030), k=choose.choice((1, 2)))
+    queries, groups, heads = (
+        choose.choice((1, 1, 2, 5)),
+        choose.randint(1, 9),
+        choose.choice((1, 2)),
+    )
+    options: dict[str, Any] = {"causal": choose.random() < 0.8}
+    if options["causal"] and choose.random() < 0.3:
+        options["window"] = choose.choice((1, 16, 100, 260))
+    if choose.random() < 0.2:
+        options["soft_cap"] = 3.0
+    generator = torch.Generator().manual_seed(seed)
+    if choose.random() < 0.3:
+        options["sinks"] = torch.randn(heads * groups, generator=generator)
+    if choose.random() < 0.2:
+        options["first"] = torch.tensor([choose.randint(0, 20) for _ in lengths])
+    if choose.random() < 0.3:
+        sizes = [choose.choice((1, n)) for n in (len(lengths), heads * groups, queries)]
+        mask = torch.randn(*sizes, max(lengths), generator=generator)
+        hidden = mask.masked_fill(mask > 1, -torch.inf).to(choose.choice(DTYPES))
+        options["mask"] = mask > 0 if choose.random() < 0.5 else hidden
+    if max(lengths) * heads * groups * queries * len(lengths) > limit:
+        return None
+    return Problem(
+        choose.choice(FORMATS),
+        choose.choice(FORMATS),
+        choose.choice(DTYPES),
+        tuple(lengths),
+        heads,
+        groups,
+        queries,
+        size=choose.choice((32, 64, 96, 128, 256)),
+        v_size=choose.choice((32, 64, 96, 128, 160)),
+        page=choose.choice((0, 0, 0, 16, 48, 24, 7)),
+        seed=seed,
+        options=options,
+    )
 
 
 def stored(side: Side, b: int, h: int) -> oracle_attention.Stored:

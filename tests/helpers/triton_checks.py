@@ -18,6 +18,7 @@ import torch
 import torch_process
 from adversarial import SEED, make, mixed
 from formats import BY_NAME, DTYPES, USAGES, assert_same_bytes
+from oracle.attention import fma
 from torch import Tensor
 
 import qtensor
@@ -34,6 +35,17 @@ def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     patch_once_a_launch()
+    round_once()
+
+
+def round_once() -> None:
+    """Let a fused multiply-add round once in Triton's interpreter, as it does on a GPU."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+
+    def create_fma(_: object, x: Any, y: Any, z: Any) -> Any:
+        return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = create_fma
 
 
 def patch_once_a_launch() -> None:

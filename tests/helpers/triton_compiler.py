@@ -57,8 +57,20 @@ def _is_aligned(value: Any) -> bool:
     return isinstance(value, int) and value % 16 == 0
 
 
+def _like(group: tuple[Any, ...], items: list[str]) -> tuple[Any, ...]:
+    """Return items as a tuple of the class of another: the names of its fields are its types'."""
+    return type(group)(*items) if hasattr(group, "_fields") else tuple(items)
+
+
 def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], target: int) -> str:
     """Return the PTX for a target such as 90, specialised as a launch does."""
+    return str(forms(kernel, args, constants, target)["ptx"])
+
+
+def forms(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], target: int
+) -> dict[str, Any]:
+    """Return a compiled kernel by the names of its forms, "llir" and "ptx" among them."""
     triton = importlib.import_module("triton")
     source_of = importlib.import_module("triton.compiler").ASTSource
     target_of = importlib.import_module("triton.backends.compiler").GPUTarget
@@ -76,7 +88,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], targ
     fixed = {place for place, v in leaves.items() if place in names or _is_fixed(v)}
     types = {p: "constexpr" if p in fixed else _type(v) for p, v in leaves.items()}
     signature = {
-        name: types[i,] if (i,) in types else tuple(t for p, t in types.items() if p[0] == i)
+        name: types.get((i,)) or _like(values[name], [t for p, t in types.items() if p[0] == i])
         for i, name in enumerate(kernel.arg_names)
     }
     source = source_of(
@@ -93,7 +105,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], targ
     built = triton.compile(source, target=target_of("cuda", target, 32), options=options)
     assert len(built.asm["cubin"]) > 1000
     assert f".target sm_{target}" in built.asm["ptx"]
-    return built.asm["ptx"]
+    return dict(built.asm)
 
 
 def _round_trip(

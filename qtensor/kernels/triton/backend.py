@@ -10,6 +10,8 @@ from torch import Tensor
 from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.triton import (
     activation,
+    append,
+    attention,
     dequantize,
     float8,
     fused,
@@ -34,6 +36,8 @@ activation_ = activation.activation_
 norm_ = norm.norm_
 norm_backward_ = norm.norm_backward_
 bias_grad_ = norm.bias_grad_
+attention_ = attention.attention_
+append_ = append.append_
 lazy_activation = fused.lazy_activation
 lazy_norm = fused.lazy_norm
 fuses = fused.serves

@@ -66,7 +66,8 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """
     if not programs:
         return
-    device = next(a.device for a in args if isinstance(a, Tensor | LazyMatrix))
+    flat = [t for a in args for t in (a if isinstance(a, tuple) else (a,))]
+    device = next(t.device for t in flat if isinstance(t, Tensor | LazyMatrix))
     args = tuple(a.arguments if isinstance(a, LazyMatrix) else a for a in args)
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:

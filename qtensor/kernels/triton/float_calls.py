@@ -1,13 +1,15 @@
-"""Entry points of the Triton kernels for norms, activations and sums over rows.
+"""Entry points of the Triton kernels for norms, activations, sums over rows and attention.
 
-They have the signatures of ``kernels.cpu.floats``. Each returns False, and writes nothing, if it
-cannot serve the call; the reference then does.
+They have the signatures of ``kernels.cpu.floats`` and ``kernels.cpu.attention``. Each returns
+False, and writes nothing, if it cannot serve the call; the reference then does.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,6 +149,34 @@ def _fusing(
     return kernels if whole(target.quantizer, buffers, shape) else None
 
 
+def attention_(out: Tensor, args: NamedTuple) -> bool:
+    """Write the attention of a call, whose result is not empty.
+
+    Lengths and pages are read by the device alone: where a query sees a page outside the cache, or
+    the length of its sequence is not legal, its result is NaN.
+    """
+    kernels = _kernels(out, *(t for t in args if isinstance(t, Tensor)))
+    if kernels is None:
+        return False
+    kernels.attention_(out, args)
+    return True
+
+
+def cache_append_(
+    rows: Sequence[tuple[Tensor, Tensor]], positions: Tensor, block_table: Tensor | None
+) -> bool:
+    """Write encoded rows into the buffers of a cache.
+
+    A token whose position or page is outside the cache is not written.
+    """
+    kernels = _kernels(positions, block_table, *itertools.chain(*rows))
+    if kernels is None:
+        return False
+    for source, target in rows:
+        kernels.append_(source, target, positions, block_table)
+    return True
+
+
 KERNELS: dict[str, Callable[..., bool]] = {
     "norm": norm_,
     "norm_backward": norm_backward_,
@@ -154,5 +184,7 @@ KERNELS: dict[str, Callable[..., bool]] = {
     "activation": activation_,
     "norm_quantize": norm_quantize_,
     "activation_quantize": activation_quantize_,
+    "attention": attention_,
+    "cache_append": cache_append_,
 }
 """Op -> its kernel."""

@@ -74,6 +74,23 @@ def exp_nonpositive(v):
 
 
 @triton.jit
+def exp2(v):
+    """Return 2^v for v <= 0: 0 below -96, NaN for NaN (docs/numerics.md, attention)."""
+    clamped = tl.where(v < -96.0, -96.0, v)
+    shifted = clamped + 12582912.0
+    f = clamped - (shifted - 12582912.0)
+    y = tl.zeros_like(f) + 0.00015353356138803065
+    y = tl.fma(y, f, tl.zeros_like(f) + 0.0013398876180872321)
+    y = tl.fma(y, f, tl.zeros_like(f) + 0.009618437848985195)
+    y = tl.fma(y, f, tl.zeros_like(f) + 0.055503323674201965)
+    y = tl.fma(y, f, tl.zeros_like(f) + 0.24022647738456726)
+    y = tl.fma(y, f, tl.zeros_like(f) + 0.6931471824645996)
+    y = tl.fma(y, f, tl.zeros_like(f) + 1.0)
+    power = as_float((as_bits(shifted) - 0x4B400000 + 127) << 23)
+    return tl.where(v < -96.0, 0.0, y * power)
+
+
+@triton.jit
 def sigmoid(v):
     """Return the sigmoid and its derivative."""
     z = exp_nonpositive(as_float(as_bits(v) | -0x80000000))
