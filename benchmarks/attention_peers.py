@@ -64,7 +64,7 @@ def flex(q: Tensor, causal: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _onnxruntime(bits: int) -> Callable[[Tensor, Tensor, Tensor, int], tuple[int, Call]]:
     def make(q: Tensor, k: Tensor, v: Tensor, threads: int) -> tuple[int, Call]:
-        """The call also writes the last token again: the operator appends the tokens it is given."""
+        """The call writes the last token again: the operator appends the tokens it gets."""
         batch, heads, tokens, size = k.shape
         session = _session((q.shape[1], heads, bits, threads))
         caches = [_encoded(t, bits) for t in (k, v)]

@@ -28,16 +28,17 @@ from examples import small_gpt
 
 TITLE = "What attention loses by quantized keys and values"
 TEXT = (
-    "Keys and values are appended to a `qtensor.KVCache` in two parts: the first half of the tokens, "
-    "which also fixes what first tokens decide (the mean of the keys, the maximum of `nvfp4`), and "
-    "the others. *mean*: `k_mean`. *bits*: of a value, for heads of 128. *dB*: signal to noise ratio "
-    "of the attention's output against float32 on the original keys and values; of the layers of "
-    "both models, mean over layers and windows; *outliers*: of random keys of which four channels "
-    "of each head have a mean of 6 to 12 times the spread of the others, *RoPE*: with rotary "
-    "embedding after it. *Perplexity*: of a byte in the second half of {windows} windows of held-out "
-    "sources of Python's standard library. *GPT*: `examples/small_gpt.py`, {gpt:.1f} million "
-    "parameters, heads of 32, no rotary embedding; *Llama*: {llama:.1f} million, two heads of keys "
-    "of 64 for four of queries. Without quantization: {plain_gpt:.4f} and {plain_llama:.4f}. One seed."
+    "Keys and values are appended to a `qtensor.KVCache` in two parts: the first half of the "
+    "tokens, which also fixes what first tokens decide (the mean of the keys, the maximum of "
+    "`nvfp4`), and the others. *mean*: `k_mean`. *bits*: of a value, for heads of 128. *dB*: "
+    "signal to noise ratio of the attention's output against float32 on the original keys and "
+    "values; of the layers of both models, mean over layers and windows; *outliers*: of random "
+    "keys of which four channels of each head have a mean of 6 to 12 times the spread of the "
+    "others, *RoPE*: with rotary embedding after it. *Perplexity*: of a byte in the second half "
+    "of {windows} windows of held-out sources of Python's standard library. *GPT*: "
+    "`examples/small_gpt.py`, {gpt:.1f} million parameters, heads of 32, no rotary embedding; "
+    "*Llama*: {llama:.1f} million, two heads of keys of 64 for four of queries. Without "
+    "quantization: {plain_gpt:.4f} and {plain_llama:.4f}. One seed."
 )
 PACKED = "mxfp6(packed=True)"
 FORMATS = (
@@ -50,6 +51,7 @@ FORMATS = (
     ("mxfp4", "mxfp4"),
 )
 """Formats of keys and of values."""
+GPT = small_gpt.Config()
 LLAMA = small_gpt.Config(width=256, heads=4, layers=4, hidden=704, context=256, steps=400)
 KV_HEADS = 2
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -287,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command.parse_args(arguments)
     settings = settings_of(options)
     data, held_out = small_gpt.corpus()
-    sizes = [small_gpt.Config(), LLAMA]
+    sizes = [GPT, LLAMA]
     if settings.quick:
         sizes = [replace(size, steps=3) for size in sizes]
     models = {

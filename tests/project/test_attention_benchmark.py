@@ -62,7 +62,9 @@ def test_the_compiled_formulation_is_one_with_them(queries):
 
 def check_ways(queries, quick):
     tokens = max(9, queries)
-    q, k, v = (torch.randn(2, n, m, 16).bfloat16() for n, m in ((4, queries), (2, tokens), (2, tokens)))
+    q, k, v = (
+        torch.randn(2, n, m, 16).bfloat16() for n, m in ((4, queries), (2, tokens), (2, tokens))
+    )
     found = attention.torch_ways(q, 2, quick)
     assert ("flex" in found) == (not quick)
     results = [way(k, v).flatten() for way in found.values()]
