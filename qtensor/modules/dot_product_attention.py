@@ -119,6 +119,8 @@ class DotProductAttention(QuantizedModule):
         QTensorError: an argument is illegal, or two arguments do not go together.
     """
 
+    softmax_offset: nn.Parameter | None
+
     def __init__(
         self,
         num_attention_heads: int,

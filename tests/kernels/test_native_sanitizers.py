@@ -285,9 +285,7 @@ def test_the_kernels_of_attention_stay_inside_their_buffers(isa: str) -> None:
     library = build(sanitized(sources.attention_build_spec(isa)))
     others = [f"not {other}" for other in (*sources.ISAS, "hundreds") if other != isa]
     files = [str(ROOT / "tests" / name) for name in ATTENTION_CALLS]
-    done = run(
-        ATTENTION, str(library), " and ".join(others), *files, wide_vectors=isa == "avx512"
-    )
+    done = run(ATTENTION, str(library), " and ".join(others), *files, wide_vectors=isa == "avx512")
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert "passed" in done.stdout
     assert "runtime error" not in done.stderr
