@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,21 +93,19 @@ def test_the_mean_is_that_of_the_first_half(text):
 
 
 def test_the_document_has_the_measured_values():
-    """docs/attention.md repeats columns of the results."""
+    """docs/attention.md repeats columns of the results; keys with and without mean in a cell."""
     data = json.loads((ROOT / "benchmarks/results/attention_quality_cpu.json").read_text())
     document = (ROOT / "docs/attention.md").read_text()
-    by_case: dict[str, list[dict]] = {}
+    digits = {"llama_db": 1, "rope_db": 1, "gpt_perplexity": 3, "llama_perplexity": 3}
+    cases: dict[str, list[Any]] = {}
     for row in data["rows"]:
-        by_case.setdefault(row["case"], []).append(row)
-    for case, rows in by_case.items():
-        cells = [
-            ", ".join(f"{row[key]:.{digits}f}" for row in rows)
-            for key, digits in (
-                ("llama_db", 1),
-                ("rope_db", 1),
-                ("gpt_perplexity", 3),
-                ("llama_perplexity", 3),
-            )
-        ]
+        cases.setdefault(row["case"], []).append(row)
+    assert list(cases) == list(dict.fromkeys(case.name for case in quality.cases()))
+    del cases["bfloat16"]
+    for case, rows in cases.items():
+        cells = ["/".join(f"{row[key]:.{n}f}" for row in rows) for key, n in digits.items()]
         line = f"| {case} | {rows[0]['bits']:.2f} | {' | '.join(cells)} |"
         assert line in document, line
+    found = re.findall(r"quantization: (\S+) and (\S+)\. ", data["text"])[0]
+    text = " and ".join(f"{float(value):.3f}" for value in found)
+    assert f"without quantization {text}" in document, text
