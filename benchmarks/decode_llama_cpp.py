@@ -1,4 +1,4 @@
-"""Products with the weights of llama.cpp, through the C interface of its library ggml.
+"""Calls of llama.cpp: products with its weights, through the C interface of its library ggml.
 
 The library is that of the package llama-cpp-python, or of the folder that ``LLAMA_CPP_LIB_PATH``
 names, as for that package.
@@ -44,7 +44,9 @@ _BASE: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_init": (_POINTER, (_ContextOptions,)),
     "ggml_free": (None, (_POINTER,)),
     "ggml_new_tensor_2d": (_POINTER, (_POINTER, _INT, _LONG, _LONG)),
+    "ggml_new_tensor_4d": (_POINTER, (_POINTER, _INT, *(_LONG,) * 4)),
     "ggml_mul_mat": (_POINTER, (_POINTER,) * 3),
+    "ggml_flash_attn_ext": (_POINTER, (*(_POINTER,) * 5, *(ctypes.c_float,) * 3)),
     "ggml_new_graph": (_POINTER, (_POINTER,)),
     "ggml_build_forward_expand": (None, (_POINTER, _POINTER)),
     "ggml_backend_alloc_ctx_tensors_from_buft": (_POINTER, (_POINTER, _POINTER)),
@@ -140,14 +142,37 @@ def library() -> Library:
         raise ImportError(str(error)) from error
 
 
-class _Owner:
+class Owner:
     """A context of ggml, and the buffers of its tensors; both are freed with this object."""
 
     def __init__(self, ggml: Library) -> None:
+        self._ggml = ggml
         size = 8 * ggml.tensor_overhead() + ggml.graph_overhead()
         self.context = ggml.init(_ContextOptions(size, None, True))
         self.buffers: list[Any] = []
+        self._memory: list[Tensor] = []
         weakref.finalize(self, _free, ggml, self.context, self.buffers)
+
+    def place(self, tensor: Any, memory: Tensor) -> None:
+        """Let a tensor of ggml have the contiguous memory of a tensor of torch."""
+        address = memory.data_ptr()
+        self._memory.append(memory)
+        self.buffers.append(self._ggml.backend_cpu_buffer_from_ptr(address, memory.nbytes))
+        self._ggml.backend_tensor_alloc(self.buffers[-1], tensor, address)
+
+    def computing(self, result: Any, y: Tensor, threads: int) -> Callable[[], Tensor]:
+        """Return a call that computes a tensor of ggml, and returns ``y``, which has its memory."""
+        ggml = self._ggml
+        graph = ggml.new_graph(self.context)
+        ggml.build_forward_expand(graph, result)
+        compute, backend = ggml.backend_graph_compute, ggml.backend(threads)
+
+        def call(owner: Owner = self) -> Tensor:
+            if compute(backend, graph):
+                raise RuntimeError("ggml_backend_graph_compute failed")
+            return y
+
+        return call
 
 
 def _free(ggml: Library, context: Any, buffers: list[Any]) -> None:
@@ -182,7 +207,7 @@ class Matrix:
         stored = part.repeat(-(-n // count), 1)[:n].contiguous()
         self.nbytes = stored.nbytes
         for buffer_type in ggml.buffer_types():
-            self._owner = _Owner(ggml)
+            self._owner = Owner(ggml)
             self._weight = ggml.new_tensor_2d(self._owner.context, self._type, k, n)
             self._owner.buffers.append(
                 ggml.backend_alloc_ctx_tensors_from_buft(self._owner.context, buffer_type)
@@ -195,7 +220,7 @@ class Matrix:
 
     def _is_supported(self) -> bool:
         """Return whether the CPU multiplies with the weight where it is stored."""
-        ggml, owner = self._ggml, _Owner(self._ggml)
+        ggml, owner = self._ggml, Owner(self._ggml)
         x = ggml.new_tensor_2d(owner.context, ggml.type_of("f32"), self._shape[1], 1)
         product = ggml.mul_mat(owner.context, self._weight, x)
         device = ggml.backend_get_device(ggml.backend(1))
@@ -220,22 +245,16 @@ class Matrix:
         Returns:
             A call that returns (M, N) float32, in the same memory each time.
         """
-        ggml, owner, f32 = self._ggml, _Owner(self._ggml), self._ggml.type_of("f32")
+        ggml, owner, f32 = self._ggml, Owner(self._ggml), self._ggml.type_of("f32")
         x = x.float().contiguous()
         y = torch.empty(x.shape[0], self._shape[0])
         left = ggml.new_tensor_2d(owner.context, f32, x.shape[1], x.shape[0])
         product = ggml.mul_mat(owner.context, self._weight, left)
-        for tensor, memory in ((left, x), (product, y)):
-            address = memory.data_ptr()
-            owner.buffers.append(ggml.backend_cpu_buffer_from_ptr(address, memory.nbytes))
-            ggml.backend_tensor_alloc(owner.buffers[-1], tensor, address)
-        graph = ggml.new_graph(owner.context)
-        ggml.build_forward_expand(graph, product)
-        compute, backend = ggml.backend_graph_compute, ggml.backend(threads)
+        owner.place(left, x)
+        owner.place(product, y)
+        computing = owner.computing(product, y, threads)
 
-        def call(memory: tuple[Any, ...] = (x, y, owner, self)) -> Tensor:
-            if compute(backend, graph):
-                raise RuntimeError("ggml_backend_graph_compute failed")
-            return y
+        def call(weight: Matrix = self) -> Tensor:
+            return computing()
 
         return call

@@ -85,11 +85,11 @@ def _onnxruntime(bits: int) -> Callable[[int, int, torch.Generator], Weight]:
         scales = torch.rand(n, k // GROUP, generator=generator) + 0.5
         packed = codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
         model = _matmul_nbits(n, k, bits, packed.numpy(), scales.numpy())
-        session = functools.cache(functools.partial(_session, model))
+        open_session = functools.cache(functools.partial(session, model))
         return Weight(
             packed.nbytes + scales.nbytes,
             lambda: (codes.float() - (1 << (bits - 1))) * scales.repeat_interleave(GROUP, 1),
-            lambda x, threads: _run(session(threads), x, n),
+            lambda x, threads: _run(open_session(threads), x, n),
         )
 
     return make
@@ -122,7 +122,8 @@ def _matmul_nbits(n: int, k: int, bits: int, packed: Any, scales: Any) -> bytes:
     return model
 
 
-def _session(model: bytes, threads: int) -> Any:
+def session(model: bytes, threads: int) -> Any:
+    """Return a session of onnxruntime on the CPU."""
     runtime: Any = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1

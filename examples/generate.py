@@ -106,16 +106,17 @@ def config(size: str, context: int = 2048) -> LlamaConfig:
     )
 
 
-def write_random(folder: Path, size: str, seed: int = 0) -> None:
+def write_random(folder: Path, size: str, seed: int = 0, context: int = 2048) -> None:
     """Write a random bfloat16 model to a folder.
 
     Args:
         folder: is created.
         size: a key of ``SIZES``.
         seed: of the weights.
+        context: the largest number of positions.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(size), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config(size, context), dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 

@@ -126,6 +126,18 @@ def train(data: Tensor, c: Config, seed: int = 0) -> GPT:
     """Return a trained model in eval mode."""
     torch.manual_seed(seed)
     model = GPT(c)
+    fit(model, data, c)
+    return model
+
+
+def fit(model: nn.Module, data: Tensor, c: Config) -> None:
+    """Train a model and set it to eval mode.
+
+    Args:
+        model: tokens (B, T) to logits (B, T, 256).
+        data: uint8 bytes.
+        c: has the sizes of the training.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=c.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
     )
@@ -143,7 +155,7 @@ def train(data: Tensor, c: Config, seed: int = 0) -> GPT:
         schedule.step()
         if step % 100 == 0:
             print(f"{step:5} {loss.item():.4f} {time.perf_counter() - began:.0f} s", flush=True)
-    return model.eval()
+    model.eval()
 
 
 @torch.no_grad()

@@ -95,8 +95,9 @@ class KVCache:
                 forget older ones; 0 for all tokens.
             page_size: tokens of a page; 0 for one block of memory for each sequence.
             k_mean: ``"first"`` subtracts from all keys the mean of the first ones that are appended
-                to their sequence and head. Softmax does not see it, and the keys that remain have
-                smaller errors. Or the mean itself, (H, D) or (B, H, D).
+                to their sequence and head. Softmax does not see it. Where channels of the keys have
+                means that are large beside their spread, the keys that remain have smaller errors;
+                elsewhere they may have larger ones. Or the mean itself, (H, D) or (B, H, D).
             k_global: the amax of "nvfp4" or the ``scale_inv`` of "fp8" (see ``global_value``); if
                 None, the first keys that are appended fix it, with room for twice their maximum.
             v_global: the same for the values.

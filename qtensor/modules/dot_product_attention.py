@@ -6,9 +6,10 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtensor.core.errors import UnsupportedError, check, fail
+from qtensor.functional.attention.alibi import alibi_bias
 from qtensor.functional.attention.cache import AttentionCache
 from qtensor.functional.attention.core import Scoring, attention, quantized_attention
 from qtensor.functional.attention.layouts import (
@@ -33,7 +34,8 @@ from qtensor.modules.options import check_features
 from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.recipes import Recipe
 
-BIAS_TYPES = ("no_bias", "post_scale_bias")
+BIAS_TYPES = ("no_bias", "post_scale_bias", "alibi")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class Sums(NamedTuple):
@@ -104,13 +106,20 @@ class DotProductAttention(QuantizedModule):
             to the first one (False).
         attention_type: "self" or "cross"; both compute the same.
         softmax_scale: ``1 / sqrt(head size)`` if None.
+        softmax_type: "vanilla"; or with an attention sink: each query has a score beside those of
+            the keys that has no value (Xiao et al., 2023). "off-by-one": the score 0, thus
+            ``exp(s_i) / (1 + sum_j exp(s_j))``; "learnable": the parameter ``softmax_offset``
+            (heads,), zeros at first.
         layer_number: stored for the caller.
+        device: of ``softmax_offset``.
         recipe: used outside every ``autocast`` region.
         name: shown in error messages, and passed to recipes as part of each role.
 
     Raises:
         QTensorError: an argument is illegal, or two arguments do not go together.
     """
+
+    softmax_offset: nn.Parameter | None
 
     def __init__(
         self,
@@ -125,7 +134,9 @@ class DotProductAttention(QuantizedModule):
         *,
         attention_type: str = "self",
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
         layer_number: int | None = None,
+        device: torch.device | str | None = None,
         recipe: Recipe | None = None,
         name: str = "",
     ) -> None:
@@ -151,6 +162,19 @@ class DotProductAttention(QuantizedModule):
         fits = isinstance(scale, float | int) and math.isfinite(scale)
         check(fits, self.label, rule, repr(scale), "Pass a number, or None")
         self._scale = repr(float(scale))
+        if softmax_type not in SOFTMAX_TYPES:
+            rule = f"softmax_type must be one of {', '.join(map(repr, SOFTMAX_TYPES))}"
+            fail(self.label, rule, repr(softmax_type), "Choose one of them")
+        self.softmax_type = softmax_type
+        offset = None
+        if softmax_type == "learnable":
+            offset = nn.Parameter(torch.zeros(num_attention_heads, device=device))
+        self.register_parameter("softmax_offset", offset)
+
+    def reset_parameters(self) -> None:
+        """Set ``softmax_offset`` to zeros."""
+        if self.softmax_offset is not None:
+            nn.init.zeros_(self.softmax_offset)
 
     @property
     def attention_dropout(self) -> float:
@@ -182,6 +206,7 @@ class DotProductAttention(QuantizedModule):
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         """Return the attention of queries (H heads) over keys and values (G heads).
@@ -204,8 +229,10 @@ class DotProductAttention(QuantizedModule):
             window_size: instead of the module's.
             bottom_right_diagonal: instead of the module's.
             checkpoint_core_attention: compute the attention again in backward.
-            core_attention_bias_type: "no_bias", or "post_scale_bias": add ``core_attention_bias``.
+            core_attention_bias_type: "no_bias"; "post_scale_bias": add ``core_attention_bias``;
+                "alibi": subtract slope times distance of the positions of query and key.
             core_attention_bias: floating, broadcastable to (B, H, Sq, Skv).
+            alibi_slopes: (H,) or (B, H) floating, for "alibi"; None for those of Press et al.
             cache: for inference: keys and values are appended to it, and the queries see all of
                 its tokens, causally and within the left window.
 
@@ -221,17 +248,17 @@ class DotProductAttention(QuantizedModule):
         q, k, v = query_layer, key_layer, value_layer
         check_heads(self.label, q, k, v, layout)
         mask = self._mask_of(attn_mask_type, window_size, bottom_right_diagonal)
-        bias = core_attention_bias
-        self._check_bias(core_attention_bias_type, bias)
+        bias, is_biased = core_attention_bias, core_attention_bias_type != "no_bias"
+        self._check_bias(core_attention_bias_type, bias, alibi_slopes)
         if cache is not None:
-            plain = attention_mask is None and bias is None
+            plain = attention_mask is None and not is_biased
             return self._cached((q, k, v), mask, layout, cache, plain)
         sums = Sums(
             *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
             *(max_seqlen_q, max_seqlen_kv),
         )
         if layout == "thd":
-            return self._packed((q, k, v), mask, sums, bias, checkpoint_core_attention)
+            return self._packed((q, k, v), mask, sums, is_biased, checkpoint_core_attention)
         heads = [heads_first(t, layout) for t in (q, k, v)]
         sizes, lengths, hidden = (heads[0].shape[2], heads[1].shape[2]), None, None
         if mask.is_padded:
@@ -241,10 +268,13 @@ class DotProductAttention(QuantizedModule):
         elif attention_mask is not None:
             rule = "attention_mask is for masks of padding, and for 'arbitrary'"
             fail(self.label, rule, mask.kind, "Pass another attn_mask_type, or no mask")
-        seen, is_causal = None, bias is None and mask.is_causal(*sizes)
+        if core_attention_bias_type == "alibi":
+            bias = alibi_bias(self.label, alibi_slopes, mask, (heads[0], heads[1]), lengths)
+        plain_softmax = not is_biased and self.softmax_type == "vanilla"
+        seen, is_causal = None, plain_softmax and mask.is_causal(*sizes)
         if not (is_causal or mask.is_plain()):
             seen = visible(mask, sizes, q.device, lengths, hidden)
-        scoring = self._scoring(seen, is_causal, bias)
+        scoring = self._scoring(heads[0], seen, is_causal, bias)
         return heads_last(self._attend(heads, scoring, checkpoint_core_attention), layout)
 
     def _mask_of(
@@ -264,14 +294,16 @@ class DotProductAttention(QuantizedModule):
             bottom_right = own.bottom_right
         return mask_options(self.label, kind, window, bottom_right)
 
-    def _check_bias(self, kind: str, bias: Tensor | None) -> None:
+    def _check_bias(self, kind: str, bias: Tensor | None, slopes: Tensor | None) -> None:
         if kind not in BIAS_TYPES:
             rule = f"core_attention_bias_type must be one of {', '.join(BIAS_TYPES)}"
             fix = "Add another bias to the scores as a post_scale_bias"
             fail(self.label, rule, repr(kind), fix, UnsupportedError)
         rule = "core_attention_bias goes with core_attention_bias_type='post_scale_bias'"
-        fits = (kind == "no_bias") == (bias is None)
+        fits = (kind == "post_scale_bias") == (bias is not None)
         check(fits, self.label, rule, kind, "Pass both, or none")
+        rule = "alibi_slopes goes with core_attention_bias_type='alibi'"
+        check(kind == "alibi" or slopes is None, self.label, rule, kind, "Leave it out")
 
     def _arbitrary(self, hidden: Masks) -> Tensor:
         if not isinstance(hidden, Tensor) or hidden.dtype is not torch.bool:
@@ -280,9 +312,17 @@ class DotProductAttention(QuantizedModule):
             fail(self.label, rule, got, "Pass one that broadcasts to (B, H, Sq, Skv)")
         return hidden
 
-    def _scoring(self, seen: Tensor | None, is_causal: bool, bias: Tensor | None) -> Scoring:
+    def _sinks(self, q: Tensor) -> Tensor | None:
+        """Return the scores (H,) beside those of the keys for queries (B, H, Sq, D)."""
+        if self.softmax_type == "off-by-one":
+            return q.new_zeros(q.shape[1])
+        return self.softmax_offset
+
+    def _scoring(
+        self, q: Tensor, seen: Tensor | None, is_causal: bool, bias: Tensor | None
+    ) -> Scoring:
         dropout = float(self._dropout) if self.training else 0.0
-        return Scoring(float(self._scale), seen, is_causal, bias, dropout)
+        return Scoring(float(self._scale), seen, is_causal, bias, dropout, self._sinks(q))
 
     def _attend(self, heads: list[Tensor], scoring: Scoring, recompute: bool) -> Tensor:
         """Return the attention (B, H, Sq, E) of q, k and v (B, heads, S, D)."""
@@ -302,13 +342,13 @@ class DotProductAttention(QuantizedModule):
         qkv: tuple[Tensor, Tensor, Tensor],
         mask: MaskOptions,
         sums: Sums,
-        bias: Tensor | None,
+        is_biased: bool,
         recompute: bool,
     ) -> Tensor:
         """Return the attention (T, H * E) of packed sequences."""
-        if mask.kind == "arbitrary" or bias is not None:
+        if mask.kind == "arbitrary" or is_biased:
             rule = "packed sequences ('thd') have causal masks, windows and padding alone"
-            got = "a bias" if bias is not None else "'arbitrary'"
+            got = "a bias" if is_biased else "'arbitrary'"
             fail(self.label, rule, got, "Pass padded sequences, or another mask", UnsupportedError)
         of_q = packing(self.label, "q", sums.q, sums.q_padded, sums.longest_q)
         of_kv = of_q
@@ -322,7 +362,7 @@ class DotProductAttention(QuantizedModule):
         heads = [heads_first(p.padded(t), "bshd") for p, t in zip(places, qkv, strict=True)]
         lengths = Lengths(of_q.lengths, of_kv.lengths, of_q.is_token(), of_kv.is_token())
         seen = visible(mask, (of_q.longest, of_kv.longest), qkv[0].device, lengths)
-        out = self._attend(heads, self._scoring(seen, False, None), recompute)
+        out = self._attend(heads, self._scoring(heads[0], seen, False, None), recompute)
         return of_q.packed(heads_last(out, "bshd"), qkv[0].shape[0])
 
     def _cached(
@@ -336,17 +376,21 @@ class DotProductAttention(QuantizedModule):
         """Append keys and values to a cache, and return the attention over all of its tokens."""
         causal = mask.is_causal_kind and not mask.is_padded
         no_dropout = not (self.training and self.attention_dropout)
-        no_grad = not (torch.is_grad_enabled() and any(t.requires_grad for t in qkv))
+        learned = () if self.softmax_offset is None else (self.softmax_offset,)
+        needs_grad = any(t.requires_grad for t in (*qkv, *learned))
+        no_grad = not (torch.is_grad_enabled() and needs_grad)
         if layout == "thd" or not (causal and is_plain and no_dropout and no_grad):
             rule = "a cache serves causal inference: no padding, mask, bias, dropout or gradient"
             fix = "Call eval(), use torch.no_grad() and a causal mask"
             fail(self.label, rule, f"{mask.kind}, {layout}", fix, UnsupportedError)
         q, k, v = (heads_first(t, layout) for t in qkv)
         left = mask.window[0]
-        out = cache.update(q, k, v, scale=float(self._scale), window=None if left < 0 else left + 1)
-        return heads_last(out, layout)
+        window = None if left < 0 else left + 1
+        scale, sinks = float(self._scale), self._sinks(q)
+        return heads_last(cache.update(q, k, v, scale=scale, window=window, sinks=sinks), layout)
 
     def extra_repr(self) -> str:
         """Return the sizes and options for the repr of the module."""
         sizes = f"heads={self.num_attention_heads}, gqa_groups={self.num_gqa_groups}"
-        return f"{sizes}, kv_channels={self.kv_channels}, attn_mask_type={self._mask.kind!r}"
+        kinds = f"attn_mask_type={self._mask.kind!r}, softmax_type={self.softmax_type!r}"
+        return f"{sizes}, kv_channels={self.kv_channels}, {kinds}"

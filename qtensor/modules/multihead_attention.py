@@ -44,6 +44,7 @@ class MultiheadAttention(nn.Module):
             ``DotProductAttention``. The input is (S, B, hidden_size) for "sbhd", (B, S,
             hidden_size) for "bshd" and (T, hidden_size) for "thd".
         softmax_scale: ``1 / sqrt(kv_channels)`` if None.
+        softmax_type: see ``DotProductAttention``.
         num_gqa_groups: heads of keys and values; None for as many as the queries have.
         input_layernorm: apply a norm to the input.
         normalization, zero_centered_gamma, return_layernorm_output: see ``LayerNormLinear``.
@@ -93,6 +94,7 @@ class MultiheadAttention(nn.Module):
         bottom_right_diagonal: bool | None = None,
         *,
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
         num_gqa_groups: int | None = None,
         input_layernorm: bool = False,
         normalization: str = "LayerNorm",
@@ -134,7 +136,9 @@ class MultiheadAttention(nn.Module):
             *(qkv_format, attn_mask_type, window_size, bottom_right_diagonal),
             attention_type=attention_type,
             softmax_scale=softmax_scale,
+            softmax_type=softmax_type,
             layer_number=layer_number,
+            device=options.get("device"),
             recipe=recipe,
             name=self._inner("core_attention"),
         )
@@ -196,6 +200,9 @@ class MultiheadAttention(nn.Module):
             rule = "a fused weight is split by groups, whose rows must lie together"
             fix = "Pass qkv_weight_interleaved=True"
             fail(self.label, rule, "qkv_weight_interleaved=False", fix, UnsupportedError)
+        if self.core_attention.softmax_offset is not None:
+            rule = "ranks have different heads, and each all of softmax_offset"
+            fail(self.label, rule, "'learnable'", "Choose 'off-by-one'", UnsupportedError)
         if qk_norm_type in ("RMSNorm", "LayerNorm"):
             rule = "all heads share the weights of qk_norm_type, and ranks have different heads"
             fail(self.label, rule, repr(qk_norm_type), "Use L2Normalization", UnsupportedError)
@@ -249,7 +256,7 @@ class MultiheadAttention(nn.Module):
                 a tuple: those of queries and of keys. Row i is for the token i of a sequence; with
                 a cache, for the token i of this call.
             **attention: further arguments of ``DotProductAttention.forward``: sums of lengths,
-                another mask, a bias, ``checkpoint_core_attention``, ``cache``.
+                another mask, a bias, slopes, ``checkpoint_core_attention``, ``cache``.
 
         Returns:
             The shape of ``hidden_states``; then the bias (hidden_size,) with ``return_bias``, then

@@ -52,7 +52,7 @@ class TransformerLayer(nn.Module):
         parallel_attention_mlp: attention and MLP read the same input, and both are added to it.
         layer_type: "encoder", or "decoder" with attention over ``encoder_output``.
         drop_path_rate: the share of samples for which attention or MLP are left out in training.
-        qk_norm_type, qk_norm_eps, qk_norm_before_rope: see ``MultiheadAttention``.
+        qk_norm_type, qk_norm_eps, qk_norm_before_rope, softmax_type: see ``MultiheadAttention``.
         set_parallel_mode: split heads and MLP over ``tp_group``. Ranks must draw the same dropout
             without ``sequence_parallel``, and each its own with it: seed them so.
         tp_group: process group of tensor parallelism.
@@ -103,6 +103,7 @@ class TransformerLayer(nn.Module):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
         set_parallel_mode: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
@@ -138,6 +139,7 @@ class TransformerLayer(nn.Module):
             "qk_norm_type": qk_norm_type,
             "qk_norm_eps": qk_norm_eps,
             "qk_norm_before_rope": qk_norm_before_rope,
+            "softmax_type": softmax_type,
         }
         heads |= {
             "attention_dropout": attention_dropout,

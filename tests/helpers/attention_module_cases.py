@@ -58,7 +58,13 @@ def table(mask: Mask, sizes: tuple[int, int], lengths: Sequence[tuple[int, int]]
 
 
 def attention64(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None, bias: Any = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None = None,
+    bias: Any = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """(B, H, Sq, E) in float64 of heads-first tensors; 0 where nothing is seen."""
     q, k, v = (t.double() for t in (q, k, v))
@@ -67,6 +73,8 @@ def attention64(
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale) + bias
     weights = torch.where(seen, (scores - scores.amax(-1, keepdim=True)).exp(), 0.0)
     total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks.double().view(-1, 1, 1) - scores.amax(-1, keepdim=True)).exp()
     return weights / torch.where(total == 0, 1.0, total) @ v
 
 
@@ -132,11 +140,18 @@ class PlainCache:
         self.v: Tensor | None = None
 
     def update(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         self.k = k if self.k is None else torch.cat((self.k, k), 2)
         self.v = v if self.v is None else torch.cat((self.v, v), 2)
         mask = Mask("causal_bottom_right", (window - 1, 0) if window else NO_WINDOW)
         sizes = (q.shape[2], self.k.shape[2])
         seen = table(mask, sizes, [sizes] * q.shape[0])
-        return attention64(q, self.k, self.v, seen, scale).to(q.dtype)
+        return attention64(q, self.k, self.v, seen, scale, sinks=sinks).to(q.dtype)

@@ -199,6 +199,28 @@ def test_a_sliding_layer_forgets():
     assert cache.nbytes == sliding.nbytes + full.nbytes
 
 
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("fp8_rowwise", 0.52), ("mxfp8", 0.52), ("mxfp4", 0.27), ("nvfp4", 0.28), ("bfloat16", 1)],
+)
+@pytest.mark.parametrize("capacity", [None, 1024])
+def test_bytes_beside_those_of_transformers(text, share, capacity):
+    """The heads of an 8B Llama: bytes of 1024 tokens, relative to a cache in bfloat16."""
+    own = transformers.LlamaConfig(num_hidden_layers=4, num_key_value_heads=8, head_dim=128)
+    theirs, cache = (
+        transformers.DynamicCache(config=own),
+        QTensorCache(own, text, capacity=capacity),
+    )
+    rows = torch.randn(1, 8, 1024, 128).bfloat16()
+    for layer in range(4):
+        theirs.update(rows, rows, layer)
+        cache.update(rows, rows, layer)  # Not our attention: the layer appends.
+    assert cache.get_seq_length() == theirs.get_seq_length() == 1024
+    total = sum(layer.keys.nbytes + layer.values.nbytes for layer in theirs.layers)
+    assert total == 4 * 2 * 8 * 1024 * 128 * 2
+    assert cache.nbytes / total == pytest.approx(share, abs=0.005)
+
+
 def test_keys_without_the_mean_of_the_prompt():
     model = build("gpt-oss")
     exact = generate(model, QTensorCache(model.config, "float32"))[1]

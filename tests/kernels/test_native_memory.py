@@ -1,4 +1,7 @@
-"""A large tensor is quantized, and decoded, with no memory beside its outputs."""
+"""A large tensor is quantized, and decoded, with no memory beside its outputs.
+
+Attention needs a bounded scratch beside its result, however many tokens the cache has.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from native_cases import call_of
+from native_cases import call_of, threads
 
 import qtensor
 from benchmarks.memory import RESET, peak_mib
 from qtensor.build.compilers import _free_memory
-from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu import attention, native
 
 SHAPE = (1 << 14, 1 << 14)
 """512 MiB of bfloat16. Zeros that were never written take no memory of their own, so only what a
@@ -64,6 +67,55 @@ def test_peak_of_decoding() -> None:
     q.dequantize()
     values = SHAPE[0] * SHAPE[1] * 2 / MIB
     assert 0.9 * values < peak_mib(q.dequantize) < values + SLACK
+
+
+TOKENS = 1 << 20
+"""Their keys and values take 68 MiB or more, and 256 MiB in bfloat16."""
+
+
+@pytest.fixture
+def _attends() -> None:
+    if attention.library() is None:
+        pytest.skip(reason="no native kernels of attention")
+
+
+def long_cache(name: str, capacity: int = TOKENS) -> qtensor.KVCache:
+    """A cache full of tokens that were never written."""
+    cache = qtensor.KVCache(1, 1, 64, capacity, k_format=name)
+    cache.lengths.fill_(capacity)
+    return cache
+
+
+@pytest.mark.usefixtures("_attends")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "mxfp8", "mxfp4", "nvfp4", "bfloat16"])
+def test_attention_over_many_tokens(name: str, count: int) -> None:
+    """No part of the cache is decoded to memory, and no row of scores is kept."""
+    q = torch.randn(1, 8, 1, 64).bfloat16()
+    long_cache(name, 1 << 14).attention(q)
+    cache = long_cache(name)
+    assert cache.nbytes > 2 * SLACK * MIB
+    with threads(count):
+        assert peak_mib(lambda: cache.attention(q)) < SLACK
+
+
+@pytest.mark.usefixtures("_attends")
+@pytest.mark.parametrize("count", [1, 2])
+def test_attention_of_many_queries(count: int) -> None:
+    """The scores of all queries and tokens would take 256 MiB."""
+    q = torch.randn(1, 4, 4096, 32).bfloat16()
+    k = qtensor.quantize(torch.randn(1, 2, 4096, 32).bfloat16(), "mxfp8")
+    with threads(count):
+        qtensor.attention(q[:, :, :64], k, k, causal=True)
+        assert peak_mib(lambda: qtensor.attention(q, k, k, causal=True)) < SLACK
+
+
+@pytest.mark.usefixtures("_attends")
+def test_appending_copies_no_token_before() -> None:
+    cache, new = long_cache("mxfp8"), torch.randn(1, 1, 1, 64)
+    cache.crop(TOKENS - 2)
+    cache.append(new, new)
+    assert peak_mib(lambda: cache.append(new, new)) < SLACK
 
 
 def test_the_peak_sees_a_copy() -> None:

@@ -93,6 +93,23 @@ CALLS = (
 """What C++ serves, byte by byte."""
 
 
+ATTENTION = """
+import ctypes
+import sys
+import pytest
+import qtensor.build.cache
+from qtensor.kernels.cpu import attention
+
+made = qtensor.build.cache.build
+qtensor.build.cache.build = lambda spec: sys.argv[1] if "attention" in spec.name else made(spec)
+kernels = ctypes.CDLL(sys.argv[1])
+kernels.qt_attention.argtypes = kernels.qt_cache_append.argtypes = (ctypes.c_void_p,)
+attention.library = lambda: kernels
+sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", "-k", sys.argv[2], *sys.argv[3:]]))
+"""
+ATTENTION_CALLS = ("kernels/test_native_attention.py", "library/test_cache_append.py")
+
+
 AT_ONCE = (
     """
 import time
@@ -254,6 +271,23 @@ def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
     done = run(BY_CPP, *map(str, libraries), *files, wide_vectors=BEST == "avx512")
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert "no compiler for the C++ kernels" not in done.stdout
+    assert "runtime error" not in done.stderr
+
+
+@pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", sources.ISAS)
+def test_the_kernels_of_attention_stay_inside_their_buffers(isa: str) -> None:
+    """Their own tests, all of whose calls reach the kernels of one instruction set."""
+    sanitizer()
+    if isa not in sources.usable_isas():
+        pytest.skip(reason=f"this CPU has no {isa}")
+    library = build(sanitized(sources.attention_build_spec(isa)))
+    others = [f"not {other}" for other in (*sources.ISAS, "hundreds") if other != isa]
+    files = [str(ROOT / "tests" / name) for name in ATTENTION_CALLS]
+    done = run(ATTENTION, str(library), " and ".join(others), *files, wide_vectors=isa == "avx512")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert "passed" in done.stdout
     assert "runtime error" not in done.stderr
 
 

@@ -183,7 +183,7 @@ def test_a_checkpoint_of_the_attention_changes_no_byte(recipe):
         ({"attn_mask_type": "padding"}, {}, "needs the lengths of the sequences"),
         ({"attn_mask_type": "arbitrary"}, {}, "needs a bool attention_mask"),
         ({}, {"attention_mask": torch.ones(1, 1, 40, 40) > 0}, "is for masks of padding"),
-        ({}, {"core_attention_bias_type": "alibi"}, "must be one of no_bias"),
+        ({}, {"core_attention_bias_type": "pre_scale_bias"}, "must be one of no_bias"),
         ({}, {"core_attention_bias": torch.ones(1)}, "goes with"),
         ({}, {"qkv_format": "bhsd"}, "qkv_format must be one of sbhd"),
         ({}, {"qkv_format": "thd"}, "thd: 3 dims"),

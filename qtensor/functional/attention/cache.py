@@ -14,7 +14,14 @@ class AttentionCache(Protocol):
     """
 
     def update(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Append the N tokens of each sequence, and return the causal attention of their queries.
 
@@ -24,6 +31,7 @@ class AttentionCache(Protocol):
             v: (B, G, N, E).
             scale: multiplies the scores.
             window: let a query see that many tokens, its own the last; None for those of the cache.
+            sinks: (H,), a score beside those of the keys that has no value; or None.
 
         Returns:
             (B, H, N, E).

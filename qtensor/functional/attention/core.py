@@ -18,9 +18,10 @@ class Scoring(NamedTuple):
     Attributes:
         scale: multiplies the scores.
         seen: bool, broadcastable to (B, H, Sq, Skv), the keys that a query sees; None for all.
-        is_causal: query i sees the keys 0 to i; ``seen`` and ``bias`` are then None.
+        is_causal: query i sees the keys 0 to i; ``seen``, ``bias`` and ``sinks`` are then None.
         bias: floating, broadcastable to (B, H, Sq, Skv), added to the scaled scores; or None.
         dropout: the share of the probabilities that is set to 0.
+        sinks: (H,) floating, a score beside those of the keys that has no value; or None.
     """
 
     scale: float
@@ -28,13 +29,25 @@ class Scoring(NamedTuple):
     is_causal: bool = False
     bias: Tensor | None = None
     dropout: float = 0.0
+    sinks: Tensor | None = None
 
-    def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask that ``scaled_dot_product_attention`` takes."""
-        if self.bias is None:
+    def mask(self, q: Tensor, keys: int) -> Tensor | None:
+        """Return the mask that ``scaled_dot_product_attention`` takes.
+
+        Args:
+            q: the queries (B, H, Sq, D).
+            keys: Skv. With ``sinks`` the mask has another column for them.
+        """
+        if self.bias is None and self.sinks is None:
             return self.seen
-        bias = self.bias.to(dtype)
-        return bias if self.seen is None else bias.masked_fill(~self.seen, float("-inf"))
+        bias = q.new_zeros(1, 1) if self.bias is None else self.bias.to(q.dtype)
+        if self.seen is not None:
+            bias = bias.masked_fill(~self.seen, float("-inf"))
+        if self.sinks is None:
+            return bias
+        shape = (bias.shape[0] if bias.ndim == 4 else 1, *q.shape[1:3])
+        sinks = self.sinks.to(q.dtype).view(-1, 1, 1).expand(*shape, 1)
+        return torch.cat([bias.expand(*shape, keys), sinks], -1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -49,11 +62,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     Returns:
         (B, H, Sq, E); 0 for a query that sees no key.
     """
+    mask = scoring.mask(q, k.shape[2])
+    if scoring.sinks is not None:
+        # The score of a key of zeros is what the mask adds, and its value adds nothing.
+        k, v = (functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
     return functional.scaled_dot_product_attention(
         q,
         k,
         v,
-        scoring.mask(q.dtype),
+        mask,
         scoring.dropout,
         scoring.is_causal,
         scale=scoring.scale,
@@ -69,11 +86,16 @@ def probabilities(scores: Tensor, scoring: Scoring) -> Tensor:
     seen = scoring.seen
     if scoring.is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if seen is None:
-        found = scores.softmax(-1)
-    else:
-        least = torch.finfo(scores.dtype).min
-        found = scores.masked_fill(~seen, least).softmax(-1).masked_fill(~seen, 0.0)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    found = scores.softmax(-1)
+    if scoring.sinks is not None:
+        found = found[..., :-1]
+    if seen is not None:
+        found = found.masked_fill(~seen, 0.0)
     return functional.dropout(found, scoring.dropout) if scoring.dropout else found
 
 

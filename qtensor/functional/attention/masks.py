@@ -160,6 +160,26 @@ def padding_lengths(
     return Lengths(real[0].sum(1), real[1].sum(1), *real)
 
 
+def positions(
+    options: MaskOptions, sizes: tuple[int, int], device: torch.device, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries, (Sq, 1) or (B, 1, Sq, 1), and of keys, (Skv,).
+
+    Args:
+        options: of the mask; it says whether positions count from the last key.
+        sizes: Sq and Skv.
+        device: of the results.
+        lengths: of padded sequences.
+    """
+    queries = torch.arange(sizes[0], device=device).unsqueeze(1)
+    keys = torch.arange(sizes[1], device=device)
+    if options.bottom_right and lengths is not None:
+        queries = queries + (lengths.keys - lengths.queries)[:, None, None, None]
+    elif options.bottom_right:
+        queries = queries + (sizes[1] - sizes[0])
+    return queries, keys
+
+
 def visible(
     options: MaskOptions,
     sizes: tuple[int, int],
@@ -176,12 +196,7 @@ def visible(
         lengths: of padded sequences.
         hidden: bool, broadcastable to (B, H, Sq, Skv), True for what an arbitrary mask hides.
     """
-    queries = torch.arange(sizes[0], device=device).unsqueeze(1)
-    keys = torch.arange(sizes[1], device=device)
-    if options.bottom_right and lengths is not None:
-        queries = queries + (lengths.keys - lengths.queries)[:, None, None, None]
-    elif options.bottom_right:
-        queries = queries + (sizes[1] - sizes[0])
+    queries, keys = positions(options, sizes, device, lengths)
     left, right = options.window
     seen = torch.ones((1, 1), dtype=torch.bool, device=device)
     if right >= 0:
