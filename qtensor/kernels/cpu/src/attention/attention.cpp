@@ -2,115 +2,68 @@
 // multiply all rows of queries that share a head of keys; no decoded row leaves the caches.
 #include <atomic>
 
-#include "../memory.h"
 #include "../threads.h"
-#include "decode_avx512.h"
-#include "products.h"
+#include "codes_avx512.h"
+#include "groups.h"
+#include "softmax.h"
 
 namespace QT_NAMESPACE {
 
-#if QT_ISA == 512
-extern const Products dot_products;
-static const Products pair_products = products_of<PairTile>();
-#endif
-static const Products float_products = products_of<FloatTile>();
-
 constexpr i64 TILE_ROWS = 128;  // of queries that a decoded group multiplies
 
+#if QT_ISA == 512
+Products dot_products(const StoredRows& s, bool in_registers);
 // Whether bfloat16 dot products are the fastest: Intel's processors take two cycles for one, and have two
 // units for float32 products.
-static bool prefers_dots() {
-#if QT_ISA == 512
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
-#else
-    return false;
+static bool prefers_dots() { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"); }
 #endif
-}
 
-// How the rows of a side are decoded and multiplied.
+// How the rows of a side are decoded and multiplied. `in_registers`: without tiles of decoded numbers, which
+// pay off when many rows read them.
 struct Way {
-    bool pairs, dots;
-    Products products;
-    Way(const AttentionCall& c, const StoredRows& s) : pairs(false), dots(false), products(float_products) {
+    bool pairs = false, in_registers = false, dots = false;
+    Products products = products_of<FloatTile>();
+    const u8* table = nullptr;  // of bytes of bfloat16 numbers, low and high
+    Way(const AttentionCall& c, const StoredRows& s) {
 #if QT_ISA == 512
-        pairs = s.narrow();
-        dots = pairs && c.q_dtype == BF16 && (c.dots < 0 ? prefers_dots() : c.dots);
-        if (pairs) products = dots ? dot_products : pair_products;
+        if (!s.narrow()) return;
+        pairs = true;
+        in_registers = c.rows() <= MOST_ROWS;
+        dots = c.q_dtype == BF16 && (c.dots < 0 ? prefers_dots() : c.dots);
+        if (!s.plain())
+            with_element(s.element, [&](auto type) { table = QT_NAMESPACE::table<decltype(type)>().low; });
+        if (dots)
+            products = dot_products(s, in_registers);
+        else
+            products = in_registers ? products_of_codes<FloatSteps>(s) : products_of<PairTile<FloatSteps>>();
 #else
         (void)c, (void)s;
 #endif
     }
 };
 
-// Where the rows of a sequence and a head lie.
-struct Addresses {
-    const AttentionCall& c;
-    const StoredRows& s;
-    i64 b, h;
-    i64 place(i64 t, i64& outer) const {
-        outer = c.table ? c.table[b * c.table_stride + t / c.page] : b;
-        return c.table ? t % c.page : t;
-    }
-    const u8* codes(i64 t) const {
-        i64 outer;
-        const i64 at = place(t, outer);
-        return s.codes + outer * s.outer + h * s.head + at * s.token;
-    }
-    const u8* factors(i64 t) const {
-        i64 outer;
-        const i64 at = place(t, outer);
-        return s.factors + outer * s.factor_outer + h * s.factor_head + at * s.factor_token;
-    }
-};
-
-// A group of rows with factors. Tokens outside lo .. hi are not read; they are zeros.
-struct Group {
-    GroupRows rows;
-    const u8* factors;
-    i64 factor_stride;
-    void find(const Addresses& a, i64 t, Seen inside, u8* edge) {
-        const bool whole = t >= inside.lo && t + TOKENS - 1 <= inside.hi;
-        // Without a page that holds all tokens of the group, it is copied like an edge.
-        if (whole && (!a.c.table || a.c.page % TOKENS == 0)) {
-            rows = {a.codes(t), a.s.token};
-            factors = a.s.factors ? a.factors(t) : nullptr;
-            factor_stride = a.s.factor_token;
-            return;
-        }
-        const i64 bytes = a.s.bytes(),
-                  factor_bytes = a.s.factor_count() * (a.s.factor_id == FACTOR_ROW ? 4 : 1);
-        rows = {edge, bytes};
-        factors = edge + TOKENS * bytes;
-        factor_stride = factor_bytes;
-        memset(edge, 0, size_t(TOKENS * (bytes + factor_bytes)));
-        const i64 last = std::min<i64>(TOKENS - 1, inside.hi - t);
-        for (i64 i = std::max<i64>(0, inside.lo - t); i <= last; i++) {
-            memcpy(edge + i * bytes, a.codes(t + i), size_t(bytes));
-            if (factor_bytes)
-                memcpy(edge + TOKENS * bytes + i * factor_bytes, a.factors(t + i), size_t(factor_bytes));
-        }
-    }
-};
-
 // Memory of a thread for tiles of up to `rows` rows.
 struct Scratch {
     i64 k_size, v_size;
-    Array<float> q, scores, chunk, tile, decoded, weights, factors;
+    Array<float> q, scores, chunk, tile, decoded, weights, factors, row_factors;
     Array<u8> edge;
-    Array<Seen> seen;  // by each row of the tile
+    Array<QueryRow> rows;
+    Array<Partial> here;  // of the chunk
     static i64 most_factors(const StoredRows& s) { return std::max(1, s.factor_count()); }
-    Scratch(const AttentionCall& c, i64 rows)
+    Scratch(const AttentionCall& c, i64 count)
         : k_size(c.k.size),
           v_size(c.v.size),
-          q(rows * k_size),
-          scores(rows * SCORE_ROW),
-          chunk(rows * v_size),
+          q(count * k_size),
+          scores(count * SCORE_ROW),
+          chunk(count * v_size),
           tile(TOKENS * std::max(k_size, v_size)),
           decoded(TOKENS * std::max(k_size, v_size)),
           weights(MOST_ROWS * most_factors(c.v) * TOKENS),
           factors(TOKENS * std::max(most_factors(c.k), most_factors(c.v))),
+          row_factors(CHUNK),
           edge(TOKENS * (4 * std::max(k_size, v_size) + 64)),
-          seen(rows) {}
+          rows(count),
+          here(count) {}
 };
 
 // The rows r0 .. r1 of a sequence and a head of keys. A row is a head of queries of the group and a query:
@@ -124,10 +77,17 @@ class Attention {
 public:
     const AttentionCall& c;
     const Way k_way, v_way;
-    const bool round_weights;
+    // What is fetched during products: keys and values during those of keys, then during those of values.
+    const Lines k_of_k, v_of_k, v_of_v, k_of_v;
 
     explicit Attention(const AttentionCall& call)
-        : c(call), k_way(call, call.k), v_way(call, call.v), round_weights(call.q_dtype == BF16) {}
+        : c(call),
+          k_way(call, call.k),
+          v_way(call, call.v),
+          k_of_k(c.k, k_way.products.key_steps(c.k.size)),
+          v_of_k(c.v, k_way.products.key_steps(c.k.size)),
+          v_of_v(c.v, Products::value_steps(c.v.size)),
+          k_of_v(c.k, Products::value_steps(c.v.size)) {}
 
     // What any row of the tile sees.
     Seen seen(const Tile& t) const {
@@ -139,79 +99,9 @@ public:
         }
         return all;
     }
-    i64 head_of(const Tile& t, i64 row) const { return t.h * c.groups + row % c.groups; }
-
-    // The queries of a tile in the order of the positions of keys, and what each sees.
-    void begin(const Tile& t, Scratch& w) const {
-        const float least = c.k.least();
-        const i64 size = c.k.size;
-        for (i64 r = t.r0; r < t.r1; r++) {
-            w.seen[r - t.r0] = seen_by(c, t.b, r / c.groups);
-            const i64 at = t.b * c.q_batch + head_of(t, r) * c.q_head + r / c.groups * c.q_query;
-            float* to = w.q + (r - t.r0) * size;
-            float* wide = k_way.dots || c.k.element == E2M1 ? (float*)w.decoded : to;
-            with_type(c.q_dtype, [&](auto type) {
-                using D = decltype(type);
-                widen_row<D>((const u8*)((const typename D::T*)c.q + at), size, wide, least);
-            });
-            if (wide == to) continue;
-            u16* halves = (u16*)((u32*)(float*)w.q + (r - t.r0) * size / 2);
-            for (i64 i = 0; i < size; i++) {
-                const i64 position = c.k.element == E2M1 ? i / 8 * 8 + nibble_position(int(i % 8)) : i;
-                if (k_way.dots)
-                    halves[position] = u16(bits<u32>(wide[i]) >> 16);
-                else
-                    to[position] = wide[i];
-            }
-        }
-    }
-    const void* query(const Scratch& w, i64 row) const {
-        return k_way.dots ? (const void*)((const u32*)(const float*)w.q + row * c.k.size / 2)
-                          : (const void*)(w.q + row * c.k.size);
-    }
-
-    // What is added to the scores of 16 tokens by a mask, or -inf.
-    void add_mask(const Tile& t, i64 row, i64 token, Seen s, float* score) const {
-        const i64 at = t.b * c.mask_batch + head_of(t, row) * c.mask_head + row / c.groups * c.mask_query;
-        const float log2_e = 1.4426950408889634f;
-        for (int i = 0; i < TOKENS; i++) {
-            if (token + i < s.lo || token + i > s.hi) continue;
-            const i64 place = at + (token + i) * c.mask_token;
-            if (c.mask_dtype == 3) {
-                if (!c.mask[place]) score[i] = -INFINITY;
-                continue;
-            }
-            with_type(c.mask_dtype, [&](auto type) {
-                using D = decltype(type);
-                const float m = D::to_float(((const typename D::T*)c.mask)[place]);
-                score[i] = fused_one(m, log2_e, score[i]);
-            });
-        }
-    }
-    // From sums of products to scores: 16 tokens of a row.
-    __attribute__((noinline)) void finish_scores(const Tile& t, i64 row, Seen s, i64 token,
-                                                 const float* row_factors, float* score) const {
-        const VF pre = all(float(c.pre)), cap = all(float(c.cap));
-        for (int g = 0; g < TOKENS; g += W) {
-            VF y = load<VF>(score + g);
-            if (row_factors) y = y * load<VF>(row_factors + g);
-            y = y * pre;
-            if (c.cap != 0) {
-                const VF minus = (VF)((VI)y | all(i32(0x80000000)));
-                const VF z = exp2_of(minus < all(-96.0f) ? all(-96.0f) : minus);
-                const VF a = (all(1.0f) - z) / (all(1.0f) + z);
-                y = (y < VF{} ? -a : a) * cap;
-            }
-            store(score + g, y);
-        }
-        if (c.mask) add_mask(t, row, token, s, score);
-        if (token >= s.lo && token + TOKENS - 1 <= s.hi) return;
-        for (int i = 0; i < TOKENS; i++)
-            if (token + i < s.lo || token + i > s.hi) score[i] = -INFINITY;
-    }
 
     static int tile_index(int rows) { return rows == 8 ? 3 : rows == 4 ? 2 : rows - 1; }
-    // Calls f(first row, rows) for tiles of rows.
+    // Calls f(first row, rows) for blocks of rows that are multiplied at once.
     template <class F>
     static void by_rows(i64 count, const F& f) {
         for (i64 r = 0, n; r < count; r += n) {
@@ -220,174 +110,116 @@ public:
             f(r, int(n));
         }
     }
-    void decode(const Way& way, const StoredRows& s, const GroupRows& g, bool keys, Scratch& w) const {
-#if QT_ISA == 512
-        u8* scratch = (u8*)(float*)w.decoded;
-        if (way.pairs) {
-            (keys ? pair_keys : pair_values)(s, g, scratch, (u32*)(float*)w.tile);
-            return;
-        }
-#endif
-        (void)way;
-        (keys ? float_keys : float_values)(s, g, w.decoded, w.tile);
+    QueryRow row_of(const Tile& t, i64 r) const {
+        const i64 row = t.r0 + r, query = row / c.groups;
+        return {t.b, t.h * c.groups + row % c.groups, query, seen_by(c, t.b, query)};
     }
-
-    void score_group(const Tile& t, i64 first, int i, const Group& g, Ahead ahead, Scratch& w) const {
-        const i64 token = first + i * TOKENS;
-        decode(k_way, c.k, g.rows, true, w);
-        if (c.k.factor_id) decode_factors(c.k, g.factors, g.factor_stride, w.factors);
-        const float* of_rows = c.k.factor_id == FACTOR_ROW ? (const float*)w.factors : nullptr;
-        const float* of_blocks = c.k.factor_id && !of_rows ? (const float*)w.factors : nullptr;
-        by_rows(t.count(), [&](i64 r, int n) {
-            float* s = w.scores + r * SCORE_ROW + i * TOKENS;
-            k_way.products.scores[tile_index(n)](
-                {(const float*)w.tile, c.k.size, c.k.piece(), of_blocks, query(w, r), s, &ahead});
-            for (int j = 0; j < n; j++)
-                finish_scores(t, t.r0 + r + j, w.seen[r + j], token, of_rows, s + j * SCORE_ROW);
+    // The queries of a tile as products read them, and what each sees.
+    void begin(const Tile& t, Scratch& w) const {
+        const i64 size = c.k.size;
+        for (i64 r = 0; r < t.count(); r++) w.rows[r] = row_of(t, r);
+        by_rows(t.count(), [&](i64 first, int n) {
+            for (int r = 0; r < n; r++) {
+                const QueryRow& row = w.rows[first + r];
+                const i64 at = row.b * c.q_batch + row.head * c.q_head + row.query * c.q_query;
+                with_type(c.q_dtype, [&](auto type) {
+                    using D = decltype(type);
+                    widen_row<D>((const u8*)((const typename D::T*)c.q + at), size, w.decoded, c.k.least());
+                });
+                for (i64 i = 0; i < size; i++) {
+                    const i64 position = c.k.element == E2M1 ? i / 8 * 8 + nibble_position(int(i % 8)) : i;
+                    const i64 place = first * size + (position / 2 * n + r) * 2 + position % 2;
+                    if (k_way.dots)
+                        ((u16*)(float*)w.q)[place] = u16(bits<u32>(w.decoded[i]) >> 16);
+                    else
+                        w.q[place] = w.decoded[i];
+                }
+            }
         });
     }
-    // Turns the scores of a row into weights.
-    __attribute__((noinline)) static Partial soften(float* s, const bool have[GROUPS]) {
-        VF most = all(-INFINITY);
-        VI some{};
-        for (int i = 0; i < CHUNK; i += W) {
-            if (!have[i / TOKENS]) continue;
-            const VF y = load<VF>(s + i);
-            most = y > most ? y : most;
-            some |= (VI)(y != all(-INFINITY));
-        }
-        float top = -INFINITY;
-        for (int j = 0; j < W; j++) top = most[j] > top ? most[j] : top;
-        if (!any(some)) return {top, 0, false};
-        VF lanes[PARTS] = {};
-        for (int i = 0; i < GROUPS; i++) {
-            if (!have[i]) continue;
-            for (int g = 0; g < PARTS; g++) {
-                const VF p = exp2_of(load<VF>(s + i * TOKENS + g * W) - all(top));
-                store(s + i * TOKENS + g * W, p);
-                lanes[g] = lanes[g] + p;
-            }
-        }
-        alignas(64) float sums[TOKENS];
-        for (int g = 0; g < PARTS; g++) store(sums + g * W, lanes[g]);
-        for (int half = TOKENS / 2; half; half /= 2)
-            for (int j = 0; j < half; j++) sums[j] = sums[j] + sums[j + half];
-        return {top, sums[0], true};
+    const void* query(const Scratch& w, i64 row) const {
+        return k_way.dots ? (const void*)((const u16*)(const float*)w.q + row * c.k.size)
+                          : (const void*)(w.q + row * c.k.size);
     }
-    // The weights of 16 tokens of a row for each block of values.
-    __attribute__((noinline)) void scale_weights(const float* p, i64 blocks, const float* factors,
-                                                 void* to) const {
-        const VF least = all(c.v.least());
-        for (i64 block = 0; block < blocks; block++)
-            for (int g = 0; g < TOKENS; g += W) {
-                VF v = load<VF>(p + g);
-                if (factors) v = v == VF{} ? v : v * load<VF>(factors + block * TOKENS + g);
-                v = v < least ? VF{} : v;
-                if (round_weights) v = bfloat16_rounded(v);
-                const i64 at = block * TOKENS + g;
+
+    // The rows of a group as products read them.
+    GroupRows decode(const Way& way, const StoredRows& s, const GroupCodes& codes, bool keys,
+                     Scratch& w) const {
 #if QT_ISA == 512
-                if (v_way.dots) {
-                    store((u16*)to + at, _mm512_cvtepi32_epi16((__m512i)((VU)v >> 16)));
-                    continue;
-                }
+        if (way.pairs) {
+            const GroupCodes bytes = unpacked(s, codes, (u8*)(float*)w.decoded);
+            if (!way.in_registers)
+                (keys ? pair_keys : pair_values)(s, bytes, way.table, (u32*)(float*)w.tile);
+            else if (keys)
+                code_keys(s, bytes, (__m512i*)(float*)w.tile);
+            return {s, bytes, way.table, w.tile};
+        }
 #endif
-                store((float*)to + at, v);
-            }
+        (keys ? float_keys : float_values)(s, codes, w.decoded, w.tile);
+        return {s, codes, way.table, w.tile};
     }
-    void add_group(const Tile& t, int i, const Group& g, const Partial* parts, Ahead ahead,
-                   Scratch& w) const {
-        decode(v_way, c.v, g.rows, false, w);
-        if (c.v.factor_id) decode_factors(c.v, g.factors, g.factor_stride, w.factors);
+    // Sums of products of the group i of a chunk.
+    void score_group(i64 rows, int i, const Group& g, const Ahead& ahead, Scratch& w) const {
+        const GroupRows keys = decode(k_way, c.k, g.codes, true, w);
+        float* factors = c.k.factor_id == FACTOR_ROW ? w.row_factors + i * TOKENS : w.factors;
+        if (c.k.factor_id) decode_factors(c.k, g.factors, g.factor_stride, factors);
+        const float* of_blocks = c.k.block ? factors : nullptr;
+        by_rows(rows, [&](i64 r, int n) {
+            float* s = w.scores + r * SCORE_ROW + i * TOKENS;
+            k_way.products.scores[tile_index(n)]({keys, of_blocks, query(w, r), s, ahead});
+        });
+    }
+    void add_group(i64 rows, int i, const Group& g, const Ahead& ahead, Scratch& w) const {
+        const GroupRows values = decode(v_way, c.v, g.codes, false, w);
+        const float* factors = c.v.factor_id ? (const float*)w.factors : nullptr;
+        if (factors) decode_factors(c.v, g.factors, g.factor_stride, w.factors);
         const i64 blocks = c.v.block ? c.v.factor_count() : 1;
-        const i64 p_row = blocks * TOKENS / (v_way.dots ? 2 : 1);
-        by_rows(t.count(), [&](i64 r, int n) {
-            bool some = false;
-            for (int j = 0; j < n; j++) {
-                void* to = v_way.dots ? (void*)((u32*)(float*)w.weights + j * p_row)
-                                      : (void*)(w.weights + j * p_row);
-                some |= parts[r + j].some;
-                if (parts[r + j].some)
-                    scale_weights(w.scores + (r + j) * SCORE_ROW + i * TOKENS, blocks,
-                                  c.v.factor_id ? (const float*)w.factors : nullptr, to);
-                else
-                    memset(to, 0, size_t(p_row) * 4);
-            }
-            if (some)
-                v_way.products.values[tile_index(n)]({(const float*)w.tile, c.v.size, c.v.block,
-                                                      (const float*)w.weights, p_row, w.chunk + r * c.v.size,
-                                                      &ahead});
+        const auto scale = c.q_dtype != BF16 ? scale_weights<Weights::EXACT>
+                           : v_way.dots      ? scale_weights<Weights::HALVES>
+                                             : scale_weights<Weights::ROUNDED>;
+        by_rows(rows, [&](i64 r, int n) {
+            scale(w.scores + r * SCORE_ROW + i * TOKENS, n, factors, blocks, c.v.least(), w.weights);
+            v_way.products.values[tile_index(n)]({values, w.weights, w.chunk + r * c.v.size, ahead});
         });
     }
     // A chunk of all rows, merged into parts and sums.
-    void add_chunk(const Tile& t, i64 first, Seen inside, Partial* parts, float* sums, Scratch& w) const {
+    void add_chunk(const Tile& t, i64 chunk, Seen inside, Partial* parts, float* sums, Scratch& w) const {
         const Addresses k{c, c.k, t.b, t.h}, v{c, c.v, t.b, t.h};
-        bool have[GROUPS];
-        for (int i = 0; i < GROUPS; i++) have[i] = !inside.misses(first + i * TOKENS, TOKENS);
-        // The rows of a group from `token` on, if all of them are read; fetched in at least `steps` steps.
-        const auto ahead = [&](const Addresses& a, i64 token, i64 steps) {
-            const bool whole = token + TOKENS <= inside.hi + 1 && token >= inside.lo;
-            return Ahead(whole ? a.codes(token) : nullptr, a.s.token, a.s.bytes(), steps);
+        const i64 rows = t.count(), size = c.v.size;
+        const int first = int(std::max<i64>(0, inside.lo - chunk) / TOKENS),
+                  end = int(std::min<i64>(CHUNK - 1, inside.hi - chunk) / TOKENS) + 1;
+        // The lines of a later group that is read whole; else of the one that is read now.
+        const auto ahead = [&](const Addresses& a, const Lines& lines, int group, const Group& now) {
+            const i64 token = chunk + group * TOKENS;
+            return lines.ahead(inside.covers(token, TOKENS) ? a.codes(token) : now.codes.at);
         };
-        const i64 k_steps = c.k.size / 32, v_steps = c.v.size / 16;
         Group g;
-        for (int i = 0; i < GROUPS; i++) {
-            if (!have[i]) continue;
-            g.find(k, first + i * TOKENS, inside, w.edge);
-            // Two groups further on; behind the last, the values of the chunk.
-            score_group(t, first, i, g,
-                        i + 2 < GROUPS ? ahead(k, first + (i + 2) * TOKENS, k_steps)
-                                       : ahead(v, first + (i + 2 - GROUPS) * TOKENS, k_steps),
-                        w);
+        for (int i = first; i < end; i++) {
+            g.find(k, chunk + i * TOKENS, inside, w.edge);
+            // Behind the last keys, the values of the chunk.
+            const int next = i + groups_ahead(c.k);
+            score_group(rows, i, g,
+                        next < end ? ahead(k, k_of_k, next, g) : ahead(v, v_of_k, next - end + first, g), w);
         }
-        Partial here[TILE_ROWS];
-        for (i64 r = 0; r < t.count(); r++) {
-            here[r] = soften(w.scores + r * SCORE_ROW, have);
-            if (here[r].some) memset(w.chunk + r * c.v.size, 0, sizeof(float) * size_t(c.v.size));
+        for (i64 r = 0; r < rows; r++) {
+            float* s = w.scores + r * SCORE_ROW;
+            const float* row_factors = c.k.factor_id == FACTOR_ROW ? (const float*)w.row_factors : nullptr;
+            finish_scores(c, w.rows[r], chunk, first, end, row_factors, s);
+            w.here[r] = soften(first, end, s);
         }
-        for (int i = 0; i < GROUPS; i++) {
-            if (!have[i]) continue;
-            g.find(v, first + i * TOKENS, inside, w.edge);
-            add_group(t, i, g, here, ahead(i + 2 < GROUPS ? v : k, first + (i + 2) * TOKENS, v_steps), w);
+        memset(w.chunk, 0, sizeof(float) * size_t(rows * size));
+        for (int i = first; i < end; i++) {
+            g.find(v, chunk + i * TOKENS, inside, w.edge);
+            const int next = i + groups_ahead(c.v);  // behind the last values, the keys of the next chunk
+            add_group(rows, i, g, next < end ? ahead(v, v_of_v, next, g) : ahead(k, k_of_v, next, g), w);
         }
-        for (i64 r = 0; r < t.count(); r++)
-            merge(parts[r], sums + r * c.v.size, here[r], w.chunk + r * c.v.size, c.v.size);
+        for (i64 r = 0; r < rows; r++) merge(parts[r], sums + r * size, w.here[r], w.chunk + r * size, size);
     }
     // A segment of all rows: parts and sums are written.
     void add_segment(const Tile& t, i64 first, Seen inside, Partial* parts, float* sums, Scratch& w) const {
         for (i64 r = 0; r < t.count(); r++) parts[r] = {-INFINITY, 0, false};
         for (i64 chunk = first; chunk < first + SEGMENT; chunk += CHUNK)
             if (!inside.misses(chunk, CHUNK)) add_chunk(t, chunk, inside, parts, sums, w);
-    }
-    // Writes the result of a row.
-    void finish(const Tile& t, i64 row, const Partial& part, const float* sums) const {
-        const i64 head = head_of(t, row), query = row / c.groups, size = c.v.size;
-        const i64 at = ((t.b * c.groups * c.heads + head) * c.queries + query) * size;
-        float scale = 1, total = part.sum;
-        if (c.sinks && part.some) {
-            const float sink =
-                c.sinks[t.b * c.sink_batch + head * c.sink_head + query * c.sink_query] * 1.4426950408889634f;
-            const float most = part.most < sink ? sink : part.most;
-            scale = exp2_of(part.most - most);
-            total = fused_one(total, scale, sink == sink ? exp2_of(sink - most) : sink);
-        }
-        for (i64 e = 0; e < size; e += W) {
-            VF v = load<VF>(sums + e) * all(scale) / all(total) * all(float(c.post)) + VF{};
-            v = !part.some ? VF{} : v == v ? v : all(NAN);
-            const VU b = (VU)bfloat16_rounded(v) >> 16;
-            for (int i = 0; i < W; i++) {
-                if (c.q_dtype == F32) ((float*)c.out)[at + e + i] = v[i];
-                if (c.q_dtype == BF16) ((u16*)c.out)[at + e + i] = u16(b[i]);
-                if (c.q_dtype == F16) ((u16*)c.out)[at + e + i] = float16_of(v[i]);
-            }
-        }
-    }
-    // Rounded to nearest even.
-    static u16 float16_of(float v) {
-        const u32 b = bits<u32>(v), sign = b >> 16 & 0x8000, m = b & ABS;
-        if (m > u32(INF_BITS)) return 0x7e00;
-        if (m >= 0x47800000 - 0x1000) return u16(sign | 0x7c00);
-        if (m < 0x38800000) return u16(sign | (bits<u32>(bits<float>(m) + 0.5f) - 0x3f000000));
-        return u16(sign | ((m + 0xfff + (m >> 13 & 1)) - 0x38000000) >> 13);
     }
     void run() const;
     void run_whole(const Tile& t, Scratch& w, Partial* parts, float* sums) const;
@@ -405,7 +237,7 @@ void Attention::run_whole(const Tile& t, Scratch& w, Partial* parts, float* sums
             for (i64 r = 0; r < n; r++)
                 merge(parts[r], sums + r * c.v.size, parts[n + r], sums + (n + r) * c.v.size, c.v.size);
         }
-    for (i64 r = 0; r < n; r++) finish(t, t.r0 + r, parts[r], sums + r * c.v.size);
+    for (i64 r = 0; r < n; r++) write_result(c, w.rows[r], parts[r], sums + r * c.v.size);
 }
 
 // Threads take tiles, or segments of tiles if there are too few of them.
@@ -454,7 +286,7 @@ void Attention::run() const {
             for (i64 s = 0; s < segments; s++)
                 merge(part, sums + at * c.v.size, parts[at + s * most], sums + (at + s * most) * c.v.size,
                       c.v.size);
-            finish(t, t.r0 + r, part, sums + at * c.v.size);
+            write_result(c, row_of(t, r), part, sums + at * c.v.size);
         }
     }
 }

@@ -45,6 +45,13 @@ struct StoredRows {
     float least() const { return plain() ? 0x1p-48f : 0x1p-96f; }
 };
 
+// The codes of a group of tokens.
+struct GroupCodes {
+    const u8* at;
+    i64 stride;
+    ALWAYS_INLINE const u8* row(int token) const { return at + token * stride; }
+};
+
 struct AttentionCall {
     const u8* q;  // (batch, groups * heads, queries, k.size), strides in elements
     i64 q_dtype, q_batch, q_head, q_query;
@@ -70,6 +77,7 @@ struct Seen {
     i64 lo, hi;
     bool none() const { return lo > hi; }
     bool misses(i64 first, i64 count) const { return none() || first > hi || first + count <= lo; }
+    bool covers(i64 first, i64 count) const { return first >= lo && first + count - 1 <= hi; }
 };
 INLINE Seen seen_by(const AttentionCall& c, i64 b, i64 query) {
     Seen s{0, c.lengths[b] - 1};
@@ -118,50 +126,5 @@ static inline void merge(Partial& done, float* o, const Partial& next, const flo
     done = {most, fused_one(done.sum, a, next.sum * b), true};
     for (i64 i = 0; i < size; i += W) store(o + i, fused(load<VF>(o + i), all(a), load<VF>(v + i) * all(b)));
 }
-
-// ---- products of decoded rows, in tiles of a group of tokens
-// Keys: (positions of a row, TOKENS); values: (TOKENS, positions). Narrow tiles hold bfloat16 pairs in one
-// u32: of positions 2 i and 2 i + 1 for keys, of tokens 2 j and 2 j + 1 for values; the odd one is the high
-// half and comes first in a sum.
-// Memory that is read soon: rows of `bytes`, `stride` apart. A few lines are fetched with each step of the
-// products: many requests at once would hold up loads, and few of them use the memory less.
-struct Ahead {
-    const u8* at = nullptr;
-    i64 stride = 0, bytes = 0, left = 0, byte = 0, each = 0;
-    Ahead() {}
-    // `steps`: how often step() is called.
-    Ahead(const u8* rows, i64 stride, i64 bytes, i64 steps)
-        : at(rows), stride(stride), bytes(bytes), left(rows ? TOKENS * ((bytes + 63) / 64) : 0) {
-        for (each = 1; each * steps < left;) each++;
-    }
-    ALWAYS_INLINE void step() {
-        for (i64 i = 0; i < each && left; i++, left--) {
-            __builtin_prefetch(at + byte);
-            byte += 64;
-            if (byte >= bytes) byte = 0, at += stride;
-        }
-    }
-};
-struct ScoreTask {
-    const void* tile;
-    i64 size, piece;
-    const float* factors;  // (pieces, TOKENS), or null
-    const void* q;         // float (rows, size), or u32 pairs (rows, size / 2)
-    float* s;              // (rows, SCORE_ROW)
-    Ahead* ahead;
-};
-struct ValueTask {
-    const void* tile;
-    i64 size, block;  // block: values that share a weight, or 0
-    const void* p;    // float (rows, blocks, TOKENS), or u32 pairs (rows, blocks, TOKENS / 2)
-    i64 p_row;        // stride of rows in p, in elements of it
-    float* o;         // (rows, size)
-    Ahead* ahead;
-};
-// By the number of rows: 1, 2, 4, 8.
-struct Products {
-    void (*scores[4])(const ScoreTask&);
-    void (*values[4])(const ValueTask&);
-};
 
 }  // namespace QT_NAMESPACE

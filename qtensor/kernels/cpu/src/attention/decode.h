@@ -5,13 +5,6 @@
 
 namespace QT_NAMESPACE {
 
-// A group of rows.
-struct GroupRows {
-    const u8* codes;
-    i64 stride;
-    ALWAYS_INLINE const u8* row(int token) const { return codes + token * stride; }
-};
-
 // ---- float tiles
 // 4-bit codes are multiplied in the order 4 0 5 1 6 2 7 3 of eight: element i has this position.
 constexpr int nibble_position(int i) { return i % 8 < 4 ? 2 * (i % 4) : 2 * (i % 4) + 1; }
@@ -64,7 +57,7 @@ static void widen_row(const u8* from, i64 size, float* to, float least = LEAST_V
         store(to + i, magnitude < all(least) ? VF{} : v);
     }
 }
-static inline void widen_plain(const StoredRows& s, const GroupRows& g, float* to) {
+static inline void widen_plain(const StoredRows& s, const GroupCodes& g, float* to) {
     for (int t = 0; t < TOKENS; t++) {
         float* row = to + t * s.size;
         if (s.element == STORED_BF16) widen_row<Bfloat16>(g.row(t), s.size, row);
@@ -73,63 +66,78 @@ static inline void widen_plain(const StoredRows& s, const GroupRows& g, float* t
     }
 }
 // One code a byte: the rows of the group, or of `scratch` after unpacking.
-static inline GroupRows unpacked(const StoredRows& s, const GroupRows& g, u8* scratch) {
+static inline GroupCodes unpacked(const StoredRows& s, const GroupCodes& g, u8* scratch) {
     if (!s.packed) return g;
     for (int t = 0; t < TOKENS; t++) {
         unpack_quads(g.row(t), s.size, scratch + t * s.size);
     }
     return {scratch, s.size};
 }
-// scratch: TOKENS * size floats.
-static void float_keys(const StoredRows& s, const GroupRows& group, float* scratch, float* tile) {
-    if (s.plain()) {
-        widen_plain(s, group, scratch);
-        transpose(scratch, s.size, tile, TOKENS, TOKENS, s.size);
-        return;
-    }
+#if QT_ISA != 512  // which has codes_avx512.h
+// 2 W bfloat16 words to float32.
+INLINE void store_words(VH words, float* to) {
+    alignas(64) u16 w[2 * W];
+    store(w, words);
+    for (int i = 0; i < 2 * W; i += W) store(to + i, (VF)Bfloat16::one(w + i));
+}
+// GROUP codes, one a byte, to float32: the first half and the second half.
+template <class E>
+INLINE void store_values(VB codes, const Table<E>& t, float* first, float* second) {
+    VH w[2];
+    words<E>(codes, t, w);
+    store_words(w[0], first), store_words(w[1], second);
+}
+static inline void code_keys(const StoredRows& s, const GroupCodes& group, float* scratch, float* tile) {
     u8* const codes = (u8*)scratch;  // (entries, TOKENS)
     const i64 entries = s.element == E2M1 ? s.size / 2 : s.size;
-    const GroupRows g = unpacked(s, group, codes + TOKENS * s.size);
-    transpose(g.codes, g.stride, codes, TOKENS, TOKENS, entries);
+    const GroupCodes g = unpacked(s, group, codes + TOKENS * s.size);
+    transpose(g.at, g.stride, codes, TOKENS, TOKENS, entries);
     with_element(s.element, [&](auto type) {
         using E = decltype(type);
-        for (i64 e = 0; e < entries; e++)
-            for (int h = 0; h < TOKENS; h += W) {
-                const VI c = widen(codes + e * TOKENS + h);
-                if constexpr (E::width == 4) {
-                    const i64 eight = e / 4 * 8;
-                    const int first = nibble_position(int(e % 4 * 2)),
-                              second = nibble_position(int(e % 4 * 2 + 1));
-                    store(tile + (eight + first) * TOKENS + h, value_of<E>(c & all(15)));
-                    store(tile + (eight + second) * TOKENS + h, value_of<E>(c >> 4));
-                } else {
-                    store(tile + e * TOKENS + h, value_of<E>(c));
-                }
-            }
-    });
-}
-static void float_values(const StoredRows& s, const GroupRows& group, float* scratch, float* tile) {
-    if (s.plain()) return widen_plain(s, group, tile);
-    const GroupRows g = unpacked(s, group, (u8*)scratch);
-    with_element(s.element, [&](auto type) {
-        using E = decltype(type);
-        for (int t = 0; t < TOKENS; t++) {
-            const u8* row = g.row(t);
-            float* to = tile + t * s.size;
-            for (i64 e = 0; e < s.size; e += 2 * W) {
-                if constexpr (E::width == 4) {
-                    u8 codes[2 * W];
-                    for (int i = 0; i < W; i++)
-                        codes[2 * i] = row[e / 2 + i] & 15, codes[2 * i + 1] = row[e / 2 + i] >> 4;
-                    store(to + e, value_of<E>(widen(codes)));
-                    store(to + e + W, value_of<E>(widen(codes + W)));
-                } else {
-                    store(to + e, value_of<E>(widen(row + e)));
-                    store(to + e + W, value_of<E>(widen(row + e + W)));
-                }
+        const Table<E>& t = table<E>();
+        for (i64 e = 0; e < entries; e += 2) {  // Two entries of 16 tokens are GROUP codes.
+            const VB c = load<VB>(codes + e * TOKENS);
+            if constexpr (E::width == 4) {
+                float* const eight = tile + e / 4 * 8 * TOKENS;
+                const auto place = [&](i64 i) { return eight + nibble_position(int(i % 8)) * TOKENS; };
+                store_values<E>(c & 15, t, place(2 * e), place(2 * e + 2));
+                store_values<E>(c >> 4, t, place(2 * e + 1), place(2 * e + 3));
+            } else {
+                store_values<E>(c, t, tile + e * TOKENS, tile + (e + 1) * TOKENS);
             }
         }
     });
+}
+static inline void code_values(const StoredRows& s, const GroupCodes& group, float* scratch, float* tile) {
+    const GroupCodes g = unpacked(s, group, (u8*)scratch);
+    with_element(s.element, [&](auto type) {
+        using E = decltype(type);
+        const Table<E>& t = table<E>();
+        for (int token = 0; token < TOKENS; token++) {
+            const u8* row = g.row(token);
+            float* const to = tile + token * s.size;
+            for (i64 e = 0; e < s.size; e += GROUP) {
+                const VB c = E::width == 4 ? load_nibbles(row + e / 2) : load<VB>(row + e);
+                store_values<E>(c, t, to + e, to + e + GROUP / 2);
+            }
+        }
+    });
+}
+#endif
+// scratch: TOKENS * size floats.
+static inline void float_keys(const StoredRows& s, const GroupCodes& g, float* scratch, float* tile) {
+#if QT_ISA != 512
+    if (!s.plain()) return code_keys(s, g, scratch, tile);
+#endif
+    widen_plain(s, g, scratch);
+    transpose(scratch, s.size, tile, TOKENS, TOKENS, s.size);
+}
+static inline void float_values(const StoredRows& s, const GroupCodes& g, [[maybe_unused]] float* scratch,
+                                float* tile) {
+#if QT_ISA != 512
+    if (!s.plain()) return code_values(s, g, scratch, tile);
+#endif
+    widen_plain(s, g, tile);
 }
 
 // ---- factors of a group, as (blocks, TOKENS)
@@ -142,34 +150,37 @@ struct FactorTables {
         }
     }
 };
-__attribute__((noinline)) static void decode_factors(const StoredRows& s, const u8* p, i64 stride,
-                                                     float* to) {
+#if QT_ISA == 512
+// Four factors, one in each byte of a lane.
+template <class F>
+INLINE void four_factors(VU codes, float* to, const F& value) {
+    for (int i = 0; i < 4; i++) store(to + i * TOKENS, value((VI)(codes >> (8 * i)) & all(255)));
+}
+INLINE void gather_factors(i64 factor_id, i64 count, const u8* p, i64 stride, float* to) {
+    const VI lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const __m512i places = (__m512i)(lanes * all(i32(stride)));
+    for (i64 j = 0; j < count; j += 4) {
+        const VU codes = stride == 4 ? load<VU>(p) : (VU)_mm512_i32gather_epi32(places, p + j, 1);
+        if (factor_id == FACTOR_E8M0)
+            four_factors(codes, to + j * TOKENS, [](VI c) {
+                return (VF)(c == all(255) ? all(0x7fc00000) : max(c << 23, all(0x400000)));
+            });
+        else
+            four_factors(codes, to + j * TOKENS, value_of<FE4M3>);
+    }
+}
+#endif
+static inline void decode_factors(const StoredRows& s, const u8* p, i64 stride, float* to) {
     static const FactorTables tables;
     const int count = s.factor_count();
     if (s.factor_id == FACTOR_ROW) {
         for (int t = 0; t < TOKENS; t++) memcpy(to + t, p + t * stride, 4);
         return;
     }
-    const float* values = s.factor_id == FACTOR_E8M0 ? tables.e8m0 : tables.e4m3;
 #if QT_ISA == 512
-    if (count % 4 == 0) {
-        const VI lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const __m512i places = (__m512i)(lanes * all(i32(stride)));
-        for (int j = 0; j < count; j += 4) {
-            const VU four = (VU)_mm512_i32gather_epi32(places, p + j, 1);
-            for (int i = 0; i < 4; i++) {
-                const VI c = (VI)(four >> (8 * i)) & all(255);
-                VF f;
-                if (s.factor_id == FACTOR_E8M0)
-                    f = (VF)(c == all(255) ? all(0x7fc00000) : max(c << 23, all(0x400000)));
-                else
-                    f = value_of<FE4M3>(c);
-                store(to + (j + i) * TOKENS, f);
-            }
-        }
-        return;
-    }
+    if (count % 4 == 0) return gather_factors(s.factor_id, count, p, stride, to);
 #endif
+    const float* values = s.factor_id == FACTOR_E8M0 ? tables.e8m0 : tables.e4m3;
     for (int t = 0; t < TOKENS; t++)
         for (int j = 0; j < count; j++) to[j * TOKENS + t] = values[p[t * stride + j]];
 }

@@ -1,11 +1,12 @@
 // Products with the bfloat16 dot products of AVX-512; compiled with their instructions.
-#include "products.h"
+#include "codes_avx512.h"
 
 namespace QT_NAMESPACE {
 
 #if QT_ISA == 512
-extern const Products dot_products;
-const Products dot_products = products_of<DotTile>();
+Products dot_products(const StoredRows& s, bool in_registers) {
+    return in_registers ? products_of_codes<DotSteps>(s) : products_of<PairTile<DotSteps>>();
+}
 #endif
 
 }  // namespace QT_NAMESPACE

@@ -1,8 +1,53 @@
-// Products of queries with decoded keys, and of weights with decoded values.
+// Products of queries with keys, and of weights with values, of a group of tokens. The numbers come from
+// tiles of decoded rows, or from codes that are decoded in registers (codes_avx512.h).
 #pragma once
 #include "attention.h"
 
 namespace QT_NAMESPACE {
+
+// ---- tasks
+// What products read. Tile of keys: (positions of a row, TOKENS); of values: (TOKENS, positions). Narrow
+// tiles hold bfloat16 pairs in one u32: of positions 2 i and 2 i + 1 for keys, of tokens 2 j and 2 j + 1 for
+// values; the odd one is the high half and comes first in a sum.
+struct GroupRows {
+    const StoredRows& s;
+    GroupCodes codes;
+    const u8* table;   // of the values of codes
+    const void* tile;  // or dwords of codes, (dwords of a row, TOKENS), for keys that are not decoded
+};
+// Memory that is read soon, a line with each step of a product: many requests at once would hold up loads.
+struct Ahead {
+    const u8* at;
+    const i64* lines;  // by step
+    bool two;          // the line behind it, too
+    ALWAYS_INLINE void fetch(i64 step) const {
+        __builtin_prefetch(at + lines[step]);
+        if (two) __builtin_prefetch(at + lines[step] + 64);
+    }
+};
+// A block of rows is interleaved: q is float (size / 2, rows, 2) or u32 pairs (size / 2, rows).
+struct ScoreTask {
+    GroupRows keys;
+    const float* factors;  // (pieces, TOKENS), or null
+    const void* q;
+    float* s;  // (rows, SCORE_ROW)
+    Ahead ahead;
+};
+struct ValueTask {
+    GroupRows values;
+    const void* p;  // float (blocks, rows, TOKENS), or u32 pairs (blocks, rows, TOKENS / 2)
+    float* o;       // (rows, size)
+    Ahead ahead;
+};
+// By the number of rows: 1, 2, 4, 8.
+struct Products {
+    int pairs_of_step;  // of keys
+    void (*scores[4])(const ScoreTask&);
+    void (*values[4])(const ValueTask&);
+
+    i64 key_steps(i64 size) const { return size / 2 / pairs_of_step; }
+    static i64 value_steps(i64 size) { return size / (2 * W) * (TOKENS / 2); }
+};
 
 // One number in all lanes, in a form that compilers make an operand of the product.
 INLINE VF every(const float* x) {
@@ -13,76 +58,88 @@ INLINE VF every(const float* x) {
 #endif
 }
 
-// Tiles of float32.
-struct FloatTile {
+// ---- how the two numbers of a pair enter a sum: the odd one first
+struct FloatSteps {
     using X = float;
     static constexpr int X_OF_PAIR = 2;
-    const float* at;
-    explicit FloatTile(const void* p) : at((const float*)p) {}
-    // Step i of keys, part g of the tokens; step j of values, `size` values a token, from value e on.
     struct Pair {
         VF low, high;
     };
-    ALWAYS_INLINE Pair key(i64 i, int g) const {
-        return {load<VF>(at + 2 * i * TOKENS + g * W), load<VF>(at + (2 * i + 1) * TOKENS + g * W)};
-    }
-    ALWAYS_INLINE Pair value(i64 j, i64 size, i64 e) const {
-        return {load<VF>(at + 2 * j * size + e), load<VF>(at + (2 * j + 1) * size + e)};
-    }
+    INLINE Pair pair(VI v) { return {(VF)(v << 16), (VF)(v & all(i32(0xffff0000)))}; }
     INLINE VF add(VF sum, const X* x, const Pair& d) {
         return fused(d.low, every(x), fused(d.high, every(x + 1), sum));
     }
 };
-#if QT_ISA == 512
-// Tiles of bfloat16 pairs, multiplied in float32.
-struct PairTile {
-    using X = float;
-    static constexpr int X_OF_PAIR = 2;
-    using Pair = FloatTile::Pair;
-    const u32* at;
-    explicit PairTile(const void* p) : at((const u32*)p) {}
-    INLINE Pair split(VI v) { return {(VF)(v << 16), (VF)(v & all(i32(0xffff0000)))}; }
-    ALWAYS_INLINE Pair key(i64 i, int) const { return split(load<VI>(at + i * TOKENS)); }
-    ALWAYS_INLINE Pair value(i64 j, i64 size, i64 e) const { return split(load<VI>(at + j * size + e)); }
-    INLINE VF add(VF sum, const X* x, const Pair& d) { return FloatTile::add(sum, x, d); }
-};
 #ifdef __AVX512BF16__
-struct DotTile {
+struct DotSteps {
     using X = u32;
     static constexpr int X_OF_PAIR = 1;
     using Pair = VI;
-    const u32* at;
-    explicit DotTile(const void* p) : at((const u32*)p) {}
-    ALWAYS_INLINE Pair key(i64 i, int) const { return load<VI>(at + i * TOKENS); }
-    ALWAYS_INLINE Pair value(i64 j, i64 size, i64 e) const { return load<VI>(at + j * size + e); }
+    INLINE Pair pair(VI v) { return v; }
     INLINE VF add(VF sum, const X* x, const Pair& d) {
         return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)all(i32(*x)), (__m512bh)d);
     }
 };
 #endif
+
+// ---- tiles of decoded numbers (attention.h). keys: step i, part g of the tokens. values: tokens 2 j and
+// 2 j + 1, two vectors of values from e on.
+struct FloatTile {
+    using Steps = FloatSteps;
+    using Pair = Steps::Pair;
+    static constexpr int PAIRS_OF_STEP = 1;
+    static constexpr bool IN_REGISTERS = false;
+    const float* at;
+    i64 size;
+    explicit FloatTile(const GroupRows& r) : at((const float*)r.tile), size(r.s.size) {}
+    ALWAYS_INLINE void keys(i64 i, int g, Pair d[1]) const {
+        d[0] = {load<VF>(at + 2 * i * TOKENS + g * W), load<VF>(at + (2 * i + 1) * TOKENS + g * W)};
+    }
+    ALWAYS_INLINE void values(i64 j, i64 e, Pair d[2]) const {
+        const float *low = at + 2 * j * size + e, *high = low + size;
+        d[0] = {load<VF>(low), load<VF>(high)}, d[1] = {load<VF>(low + W), load<VF>(high + W)};
+    }
+};
+#if QT_ISA == 512
+// Tiles of bfloat16 pairs.
+template <class S>
+struct PairTile {
+    using Steps = S;
+    using Pair = typename Steps::Pair;
+    static constexpr int PAIRS_OF_STEP = 1;
+    static constexpr bool IN_REGISTERS = false;
+    const u32* at;
+    i64 size;
+    explicit PairTile(const GroupRows& r) : at((const u32*)r.tile), size(r.s.size) {}
+    ALWAYS_INLINE void keys(i64 i, int, Pair d[1]) const { d[0] = Steps::pair(load<VI>(at + i * TOKENS)); }
+    ALWAYS_INLINE void values(i64 j, i64 e, Pair d[2]) const {
+        d[0] = Steps::pair(load<VI>(at + j * size + e)), d[1] = Steps::pair(load<VI>(at + j * size + e + W));
+    }
+};
 #endif
 
 // R rows times a group of keys, B pieces at a time: each sum waits for the step before.
-template <class Tile, int R, int B>
-ALWAYS_INLINE void score_pieces(const ScoreTask& t, const Tile& tile, i64 piece, VF total[R][PARTS]) {
-    using X = typename Tile::X;
-    const i64 row = t.size / 2 * Tile::X_OF_PAIR, pairs = t.piece / 2;
-    const X* q = (const X*)t.q + piece * pairs * Tile::X_OF_PAIR;
+template <class Source, int R, int B>
+ALWAYS_INLINE void score_pieces(const ScoreTask& t, const Source& keys, i64 piece, VF total[R][PARTS]) {
+    using Steps = typename Source::Steps;
+    constexpr int PAIRS = Source::PAIRS_OF_STEP, X = Steps::X_OF_PAIR;
+    const i64 steps = t.keys.s.piece() / 2 / PAIRS;
+    const auto* q = (const typename Steps::X*)t.q + piece * steps * PAIRS * R * X;
     VF sums[B][R][PARTS] = {};
-    for (i64 i = 0; i < pairs; i += 4) {
-        t.ahead->step();
+    for (i64 i = 0; i < steps; i++)
 #pragma GCC unroll 4
-        for (int step = 0; step < 4; step++)
+        for (int b = 0; b < B; b++) {
+            t.ahead.fetch(piece * steps + i * B + b);
+            typename Source::Pair d[PARTS][PAIRS];
+            for (int g = 0; g < PARTS; g++) keys.keys((piece + b) * steps + i, g, d[g]);
+            const auto* x = q + (b * steps + i) * PAIRS * R * X;
 #pragma GCC unroll 4
-            for (int b = 0; b < B; b++)
-#pragma GCC unroll 2
-                for (int g = 0; g < PARTS; g++) {
-                    const auto d = tile.key((piece + b) * pairs + i + step, g);
-                    const X* x = q + (b * pairs + i + step) * Tile::X_OF_PAIR;
+            for (int e = 0; e < PAIRS; e++)
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) sums[b][r][g] = Tile::add(sums[b][r][g], x + r * row, d);
-                }
-    }
+                for (int r = 0; r < R; r++)
+                    for (int g = 0; g < PARTS; g++)
+                        sums[b][r][g] = Steps::add(sums[b][r][g], x + (e * R + r) * X, d[g][e]);
+        }
     for (int b = 0; b < B; b++)
         for (int g = 0; g < PARTS; g++) {
             if (t.factors) {
@@ -93,61 +150,74 @@ ALWAYS_INLINE void score_pieces(const ScoreTask& t, const Tile& tile, i64 piece,
             }
         }
 }
-template <class Tile, int R>
+template <class Source, int R>
 static void scores(const ScoreTask& t) {
-    constexpr int B = std::max(1, std::min(4, (W == 16 ? 16 : 8) / (R * PARTS)));
-    const Tile tile(t.tile);
+    constexpr int B = std::max(1, std::min(4, 8 / (R * PARTS)));
+    const Source keys(t.keys);
     VF total[R][PARTS] = {};
-    const i64 pieces = t.size / t.piece;
+    const i64 pieces = t.keys.s.size / t.keys.s.piece();
     i64 piece = 0;
-    for (; piece + B <= pieces; piece += B) score_pieces<Tile, R, B>(t, tile, piece, total);
+    for (; piece + B <= pieces; piece += B) score_pieces<Source, R, B>(t, keys, piece, total);
     if (B > 1)
-        for (; piece < pieces; piece++) score_pieces<Tile, R, 1>(t, tile, piece, total);
+        for (; piece < pieces; piece++) score_pieces<Source, R, 1>(t, keys, piece, total);
     for (int r = 0; r < R; r++)
         for (int g = 0; g < PARTS; g++) store(t.s + r * SCORE_ROW + g * W, total[r][g]);
 }
 
-// U vectors of results from value e on.
-template <class Tile, int R, int U>
-ALWAYS_INLINE void add_values(const ValueTask& t, const Tile& tile, i64 e) {
-    using X = typename Tile::X;
-    VF sums[R][U];
-    const X* p[U];
-    for (int u = 0; u < U; u++) {
-        p[u] = (const X*)t.p + (t.block ? (e + u * W) / t.block : 0) * (TOKENS / 2 * Tile::X_OF_PAIR);
-        for (int r = 0; r < R; r++) sums[r][u] = load<VF>(t.o + r * t.size + e + u * W);
+// U times two vectors of results from value e on.
+template <class Source, int R, int U>
+ALWAYS_INLINE void add_values(const ValueTask& t, const Source& values, i64 e) {
+    using Steps = typename Source::Steps;
+    constexpr int X = Steps::X_OF_PAIR;
+    const i64 size = t.values.s.size, block = t.values.s.block;
+    float* const o = t.o + e;
+    const Ahead ahead{t.ahead.at, t.ahead.lines + e / (2 * W) * (TOKENS / 2), t.ahead.two};
+    VF sums[R][2 * U];
+    const typename Steps::X* p[2 * U];  // of blocks, which are not smaller than 16
+    for (int u = 0; u < 2 * U; u++) {
+        const i64 first = e + (W == 16 ? u : u / 2 * 2) * W;
+        p[u] = (const typename Steps::X*)t.p + (block ? first / block : 0) * (R * TOKENS / 2 * X);
+        for (int r = 0; r < R; r++) sums[r][u] = load<VF>(o + r * size + u * W);
     }
-    for (int j = 0; j < TOKENS / 2; j++) {
-        t.ahead->step();
-#pragma GCC unroll 8
-        for (int u = 0; u < U; u++) {
-            const auto d = tile.value(j, t.size, e + u * W);
+#pragma GCC unroll 1
+    for (int j = 0; j < TOKENS / 2; j++)
+#pragma GCC unroll 4
+        for (int u = 0; u < 2 * U; u += 2) {
+            ahead.fetch(u / 2 * (TOKENS / 2) + j);
+            typename Source::Pair d[2];
+            values.values(j, e + u * W, d);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
-                sums[r][u] = Tile::add(sums[r][u], p[u] + r * t.p_row + j * Tile::X_OF_PAIR, d);
+#pragma GCC unroll 2
+                for (int h = 0; h < 2; h++)
+                    sums[r][u + h] = Steps::add(sums[r][u + h], p[u + h] + (r * TOKENS / 2 + j) * X, d[h]);
         }
-    }
-    for (int u = 0; u < U; u++)
-        for (int r = 0; r < R; r++) store(t.o + r * t.size + e + u * W, sums[r][u]);
+    for (int u = 0; u < 2 * U; u++)
+        for (int r = 0; r < R; r++) store(o + r * size + u * W, sums[r][u]);
 }
-template <class Tile, int R>
+template <class Source, int R>
 static void values(const ValueTask& t) {
-    constexpr int U = std::max(2, std::min(8, (W == 16 ? 16 : 8) / R));
-    const Tile tile(t.tile);
+    constexpr int U = Source::IN_REGISTERS ? (R == 1 ? 2 : 1)
+                                           : std::max(1, std::min(4, (W == 16 ? 8 : 4) / R)),
+                  STEP = U * 2 * W;
+    const Source source(t.values);
+    const i64 size = t.values.s.size;
     i64 e = 0;
-    for (; e + U * W <= t.size; e += U * W) add_values<Tile, R, U>(t, tile, e);
-    if (U > 2)
-        for (; e < t.size; e += 2 * W) add_values<Tile, R, 2>(t, tile, e);
+    for (; e + STEP <= size; e += STEP) add_values<Source, R, U>(t, source, e);
+    if (U > 1)
+        for (; e < size; e += 2 * W) add_values<Source, R, 1>(t, source, e);
 }
 
-template <class Tile>
+template <class Source>
 constexpr Products products_of() {
     if constexpr (MOST_ROWS == 8)
-        return {{scores<Tile, 1>, scores<Tile, 2>, scores<Tile, 4>, scores<Tile, 8>},
-                {values<Tile, 1>, values<Tile, 2>, values<Tile, 4>, values<Tile, 8>}};
+        return {Source::PAIRS_OF_STEP,
+                {scores<Source, 1>, scores<Source, 2>, scores<Source, 4>, scores<Source, 8>},
+                {values<Source, 1>, values<Source, 2>, values<Source, 4>, values<Source, 8>}};
     else
-        return {{scores<Tile, 1>, scores<Tile, 2>, scores<Tile, 4>, nullptr},
-                {values<Tile, 1>, values<Tile, 2>, values<Tile, 4>, nullptr}};
+        return {Source::PAIRS_OF_STEP,
+                {scores<Source, 1>, scores<Source, 2>, scores<Source, 4>, nullptr},
+                {values<Source, 1>, values<Source, 2>, values<Source, 4>, nullptr}};
 }
 
 }  // namespace QT_NAMESPACE
