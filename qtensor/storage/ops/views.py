@@ -264,9 +264,13 @@ def with_turned_origin(turned: Q, t: QuantizedTensor) -> Q:
     strides = turned_strides(t)
     if origin is FRESH and strides is None:
         return turned
-    names, axes = geometry.counterparts(t.spec), {"m": "k", "k": "m"}
-    split = origin.split and tuple([Split(s.group, axes[s.axis]) for s in origin.split])
-    shared = tuple([names[name] for name in origin.shared])
+    split, shared = origin.split, origin.shared
+    if split:
+        axes = {"m": "k", "k": "m"}
+        split = tuple([Split(s.group, axes[s.axis]) for s in split])
+    if shared:
+        names = geometry.counterparts(t.spec)
+        shared = tuple([names[name] for name in shared])
     origin = origin._replace(
         shared=shared, split=split, strides=strides, shard_of=None, padded=None
     )
