@@ -177,7 +177,8 @@ def attention_build_spec(isa: str) -> BuildSpec:
     if isa == "avx512":
         # Its functions are called on CPUs that have these instructions.
         all_units.append(Unit(folder / "dots.cpp", (*flags, "-mavx512bf16"), "dots"))
-    names = ("structs", "simd", "fused", "element_codes", "memory", "threads", "denormals")
+    names = ["structs", "simd", "fused", "element_codes", "memory", "threads", "denormals"]
+    names.append("transpose_avx512")
     return BuildSpec(
         f"attention_{isa}",
         tuple(all_units),

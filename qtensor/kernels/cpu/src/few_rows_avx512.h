@@ -3,32 +3,13 @@
 // first.
 #pragma once
 #include "few_rows_avx512_formats.h"
+#include "transpose_avx512.h"
 
 namespace QT_NAMESPACE {
 
 #if QT_ISA == 512
 // ---- x in the order in which decoded vectors have it
-INLINE void transpose_dwords(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++)
-        for (int h = 0; h < 16; h += 8) {
-            t[h + i] = _mm512_shuffle_i32x4(r[h + i], r[h + 4 + i], 0x88);
-            t[h + 4 + i] = _mm512_shuffle_i32x4(r[h + i], r[h + 4 + i], 0xdd);
-        }
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-    }
-}
+
 // A stage of x, whose elements behind the end are 0.
 template <class F>
 static void arrange(const u16* x, u16* out) {
@@ -45,7 +26,7 @@ static void arrange(const u16* x, u16* out) {
                     block == 32 ? _mm512_loadu_si512(from) : _mm512_castsi256_si512(load<__m256i>(from));
                 r[i] = _mm512_permutexvar_epi16(_mm512_load_si512(pairs), b);
             }
-            transpose_dwords(r);
+            transpose_rows<false>(r);
             for (int v = 0; v < F::STEPS; v++) _mm512_store_si512(out + 32 * v, r[v]);
         } else {
             for (int v = 0; v < F::STEPS; v++)
