@@ -95,7 +95,7 @@ release: $(VENV)/.release.stamp
 	$(BIN)/python scripts/release.py $(VERSION) $(RELEASE_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist site qtensor.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site torch_qtensor.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find qtensor tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.venv.stamp:

@@ -197,4 +197,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Modules that this file needs, and names of its own, are globals too.
+    return sorted({*__all__, *_LAZY, "kernels"})

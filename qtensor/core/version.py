@@ -1,4 +1,4 @@
-"""Define the version, and a fingerprint of the code for caches that outlive a process."""
+"""Define the version, the name on the package index, and a fingerprint for caches on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import hashlib
 from pathlib import Path
 
 __version__ = "0.1.0"
+DISTRIBUTION = "torch-qtensor"
+"""The name on the package index, where ``qtensor`` is another project."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 @functools.cache

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from qtensor.core.errors import BuildError, fail
+from qtensor.core.version import install_command
 from qtensor.cutlass_gemm.spec import KernelSpec
 
 FOLDER = Path(__file__).parent
 HEADERS = tuple(FOLDER / f"qt_gemm_{name}.h" for name in ("abi", "driver", "epilogue"))
-_FIX = "Run: pip install 'qtensor[cutlass-build]'"
+_FIX = f"Run: {install_command('cutlass-build')}"
 
 _SCHEDULES = {
     ("fp8", "sm_90a", "cooperative"): "TmaWarpSpecializedCooperative",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qtensor.build.compilers import Compiler, version_lines
 from qtensor.core.errors import CompilerNotFound, fail
+from qtensor.core.version import install_command
 
 VARIABLE = "QTENSOR_NVCC"
 LEAST = {"sm_90a": (12, 0), "sm_100a": (12, 8), "sm_120a": (12, 8)}
@@ -23,7 +24,7 @@ USUAL = Path("/usr/local/cuda/bin/nvcc")
 
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 _FIX = (
-    "Install a CUDA toolkit, or run pip install 'qtensor[cutlass-build]' (CUDA 13), or set "
+    f"Install a CUDA toolkit, or run {install_command('cutlass-build')} (CUDA 13), or set "
     f"{VARIABLE} to an nvcc"
 )
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qtensor.core.version import install_command
+
 try:
     from transformers import AutoConfig
 except ModuleNotFoundError as error:
     message = (
-        "qtensor.integrations.transformers needs transformers: pip install qtensor[transformers]"
+        f"qtensor.integrations.transformers needs transformers: {install_command('transformers')}"
     )
     raise ModuleNotFoundError(message) from error
 from transformers.core_model_loading import revert_weight_conversion

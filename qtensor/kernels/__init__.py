@@ -51,7 +51,7 @@ def build_gemms(
 ) -> list[Path]:
     """Compile the GEMMs of GPUs, where the cache does not have them yet.
 
-    Needs ``qtensor[cutlass-build]``, and no GPU.
+    Needs ``torch-qtensor[cutlass-build]``, and no GPU.
 
     Args:
         arch: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "sm_120a" (RTX); None is that of the

@@ -18,7 +18,7 @@ from qtensor import checkpoints
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
 from qtensor.core.quantizer_registry import parse
 
-INSTALL = "is not installed: pip install qtensor[origins]"
+INSTALL = "is not installed: pip install torch-qtensor[origins]"
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning",
     "ignore::DeprecationWarning",

@@ -78,7 +78,7 @@ def test_round_trip(fmt, options, tmp_path):
 
 def theirs(path):
     """The state dict that torchao's own loader makes of the files of a folder."""
-    reason = "torchao is not installed: pip install qtensor[origins]"
+    reason = "torchao is not installed: pip install torch-qtensor[origins]"
     support = pytest.importorskip(
         "torchao.prototype.safetensors.safetensors_support", reason=reason
     )

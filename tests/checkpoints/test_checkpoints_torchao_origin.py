@@ -10,7 +10,7 @@ from checkpoint_cases import assert_same_values, stored_bytes
 from qtensor import checkpoints
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
 
-REASON = "torchao is not installed: pip install qtensor[origins]"
+REASON = "torchao is not installed: pip install torch-qtensor[origins]"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     support = pytest.importorskip(

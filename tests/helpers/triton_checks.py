@@ -27,7 +27,7 @@ from qtensor.kernels import table
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(
-    not INSTALLED, reason="triton is not installed: pip install 'qtensor[triton]'"
+    not INSTALLED, reason="triton is not installed: pip install 'torch-qtensor[triton]'"
 )
 
 

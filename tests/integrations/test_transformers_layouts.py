@@ -130,7 +130,7 @@ def test_transformers_refuses_our_config_for_its_own_methods(method, tmp_path):
     package = {"torchao": "torchao", "compressed-tensors": "compressed_tensors"}.get(method)
     if package:
         pytest.importorskip(
-            package, reason=f"{method} is not installed: pip install qtensor[origins]"
+            package, reason=f"{method} is not installed: pip install torch-qtensor[origins]"
         )
     dense("llama", tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())

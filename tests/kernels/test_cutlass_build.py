@@ -97,7 +97,7 @@ def test_no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         match=r"CUDA 12\.0 or later .* sm_90a; got none in CUDA_HOME, on PATH, among wheels",
     ):
         library.build(SPEC)
-    with pytest.raises(CompilerNotFound, match=r"pip install 'qtensor\[cutlass-build\]'"):
+    with pytest.raises(CompilerNotFound, match=r"pip install 'torch-qtensor\[cutlass-build\]'"):
         toolchain.find_nvcc("sm_90a")
 
 
@@ -169,7 +169,7 @@ def test_no_cutlass(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with pytest.raises(
             BuildError,
-            match=r"nvidia-cutlass 4\.2 must be importable.*pip install 'qtensor\[cutlass-build\]'",
+            match=r"nvidia-cutlass 4\.2 must be .*pip install 'torch-qtensor\[cutlass-build\]'",
         ):
             emit.emit(SPEC)
     finally:

@@ -22,7 +22,7 @@ from native_cases import by_reference
 from torch_process import TorchProcess
 
 import qtensor
-from qtensor.build.cache import build
+from qtensor.build.cache import build, seconds
 from qtensor.build.compilers import find_cxx
 from qtensor.kernels.cpu import sources, structs
 
@@ -115,6 +115,19 @@ def copier(folder: Path, library: Path, before: str = "") -> Path:
         "exit"
     )
     return script(folder, body)
+
+
+def test_one_notice_has_the_time_of_all_that_a_call_compiles(
+    tmp_path: Path, real_library: Path
+) -> None:
+    """The call waits for the kernels and the C++ ops."""
+    compiler = copier(tmp_path, real_library)
+    told = finish(start(tmp_path, QTENSOR_CXX=str(compiler), QTENSOR_BACKGROUND="0"))
+    kernels, ops = sources.build_spec(sources.choose_isa()), sources.ops_build_spec()
+    assert len(runs(tmp_path)) == len(kernels.units) + len(ops.units) + 2
+    (notice,) = told["stderr"].splitlines()
+    assert f"its native CPU kernels (once, {seconds(kernels)};" in notice
+    assert (kernels.effort, ops.effort) == (86.0, 0.0)
 
 
 # ---- no compiler -------------------------------------------------------------------------------
@@ -337,7 +350,9 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, real_library: Path, da
 
 # ---- in the background -------------------------------------------------------------------------
 
-NOTICE = "qtensor: compiling the CPU kernels of this call, and the others in the background (once, "
+NOTICE = (
+    "qtensor: compiling CPU kernels, some seconds in each new kind of call until all are compiled "
+)
 HOLD = (
     f'case "$*" in *QT_PIECE*|*piece_*) ;; *) echo $PPID >"$here/builder"; {waiting("go")};; esac'
 )

@@ -239,7 +239,7 @@ def test_a_missing_package_is_named(monkeypatch):
     result = invoke("demo", "--formats", "fp8")
     assert result.exit_code == 1
     message = "error: this command needs the package safetensors. "
-    assert result.stderr == message + "Run: pip install 'qtensor[demo]'\n"
+    assert result.stderr == message + "Run: pip install 'torch-qtensor[demo]'\n"
 
 
 @pytest.mark.project
@@ -254,7 +254,7 @@ def test_the_command_line_without_typer(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "qtensor.cli")
     with pytest.raises(
-        SystemExit, match=r"needs typer and rich. Run: pip install 'qtensor\[cli\]'"
+        SystemExit, match=r"needs typer and rich. Run: pip install 'torch-qtensor\[cli\]'"
     ):
         importlib.import_module("qtensor.cli")
 

@@ -25,6 +25,13 @@ def test_no_private_name_is_exported() -> None:
     assert set(qtensor.__all__) <= {*exported, "__version__"}
 
 
+def test_dir_lists_public_names_alone() -> None:
+    listed = dir(qtensor)
+    modules = {"distributed", "kernels"}  # documented; a star import leaves them alone
+    assert set(listed) == {*qtensor.__all__, *modules}
+    assert all(getattr(qtensor, name) is not None for name in listed)
+
+
 def _results(function: Any) -> set[Any]:
     variants = typing.get_overloads(function) or [function]
     names = {"QuantizedTensor": QuantizedTensor, "Tensor": torch.Tensor}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from qtensor.core.version import DISTRIBUTION, install_command
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.project
@@ -64,3 +69,36 @@ def test_the_workflow_names_what_exists(release: Any) -> None:
     assert f"torch=={release.TORCHES[0]}" in jobs["linux"]["strategy"]["matrix"]["torch"]
     others = [name for name in release.TARGETS if name.startswith(("macos", "windows"))]
     assert all(name in commands for name in others)
+
+
+TEXTS = ("", ".md", ".py", ".sh", ".toml", ".yml")
+INSTALLED = re.compile(
+    r"(?:[\w-]*\b)?qtensor(?=\[[a-z-])|(?<=pip install )['\"]?[\w-]*qtensor\b(?!-\*|/)"
+)
+"""A name before an extra, or the name that pip installs."""
+
+
+def test_every_text_installs_the_distribution() -> None:
+    """On the package index, qtensor alone is another project."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    assert {extra for extra in project["optional-dependencies"]} >= {"cli", "demo", "origins"}
+    assert install_command("cli") == f"pip install '{DISTRIBUTION}[cli]'"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    wrong = []
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if path == Path(__file__) or path.suffix not in TEXTS:
+            continue
+        for line in path.read_text(errors="replace").splitlines():
+            names = {match[0].strip("'\"") for match in INSTALLED.finditer(line)}
+            wrong += [f"{name}: {line.strip()}" for found in names - {DISTRIBUTION}]
+    assert wrong == []
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert f"--only-binary={DISTRIBUTION} --find-links wheels {DISTRIBUTION}" in workflow
+    assert (
+        f"pip install {DISTRIBUTION.replace('-', '_')}-*.whl"
+        in (ROOT / "docs" / "installing.md").read_text()
+    )

@@ -149,8 +149,8 @@ def _piece_of(function: str, packed: bytes) -> Piece:
 @functools.cache
 def _tell_once(time_needed: str) -> None:
     print(
-        "qtensor: compiling the CPU kernels of this call, and the others in the background "
-        f"(once, {time_needed}; cached in {cache.cache_dir()})",
+        "qtensor: compiling CPU kernels, some seconds in each new kind of call until all are "
+        f"compiled in the background (once, {time_needed} in all; cached in {cache.cache_dir()})",
         file=sys.stderr,
         flush=True,
     )

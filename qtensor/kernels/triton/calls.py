@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, buffer_shapes
 from qtensor.core.quantizer_registry import QuantizerLike, by_name
+from qtensor.core.version import install_command
 from qtensor.kernels.cpu.native import WHOLE, Part
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def backend() -> ModuleType | str:
         # Importing Triton takes a second, and only GPUs need it.
         return importlib.import_module("qtensor.kernels.triton.backend")
     except ImportError as error:
-        return f"Triton cannot be imported ({error}); install qtensor[triton]"
+        return f"Triton cannot be imported ({error}); {install_command('triton')}"
 
 
 def supports(quantizer: QuantizerLike, dtype: torch.dtype) -> str | None:
