@@ -7,44 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.api import Format, quantizer
+from qtensor.api import Format
+from qtensor.caches.global_value import wide_value
+from qtensor.caches.options import Options, shifted_sinks
 from qtensor.caches.pages import Pages
-from qtensor.caches.rows import Rows
+from qtensor.caches.store import Layout, Store
 from qtensor.core.errors import UnsupportedError, check, fail
-from qtensor.core.row_format import RowFormat, row_format
-from qtensor.library.attention import ATTENTION
-from qtensor.library.cache import CACHE_APPEND
-from qtensor.library.quantize import QUANTIZE
+from qtensor.library.attention import ATTENTION, ATTENTION_PART, JOIN_ATTENTION
 
 _MARGIN = 2.0
 """A global value that follows from the first tokens lets later ones be so many times larger."""
 _FIRST = "first"
-
-
-def global_value(fmt: Format, amax: float | Tensor) -> Tensor:
-    """Return the value of a whole cache with which numbers up to ``amax`` are encoded.
-
-    Args:
-        fmt: ``"fp8"``, whose value is its ``scale_inv``, or ``"nvfp4"``, whose value is its amax.
-        amax: the largest absolute value that keys, or values, are expected to have.
-
-    Returns:
-        float32 (1,), for ``k_global`` or ``v_global`` of ``KVCache``.
-
-    Raises:
-        QTensorError: the format has no such value.
-    """
-    form = row_format(quantizer(fmt).canonical)
-    rule = "the format must have a value of the whole cache"
-    check(form.divisor > 0, "global_value", rule, form.text, "Leave it out")
-    return _wide(form, torch.as_tensor(amax, dtype=torch.float32))
-
-
-def _wide(form: RowFormat, amax: Tensor) -> Tensor:
-    if form.factor is not None:
-        return amax.reshape(1)
-    wide: Tensor = QUANTIZE(amax.reshape(1, 1), form.text)[-1]
-    return wide
 
 
 class KVCache:
@@ -73,6 +46,9 @@ class KVCache:
         grow: bool = False,
         window: int = 0,
         page_size: int = 0,
+        pages: int = 0,
+        residual: int = 0,
+        latent: bool = False,
         k_mean: str | Tensor | None = None,
         k_global: float | Tensor | None = None,
         v_global: float | Tensor | None = None,
@@ -94,6 +70,12 @@ class KVCache:
             window: keep the tokens that a sliding window of this size sees, in a ring of pages, and
                 forget older ones; 0 for all tokens.
             page_size: tokens of a page; 0 for one block of memory for each sequence.
+            pages: number of pages that the caller assigns to sequences (``assign``); 0 lets each
+                sequence have its own.
+            residual: a query reads that many tokens, its own the last, in bfloat16, and those
+                before them in the formats; 0 for none. A ring of pages holds them.
+            latent: the values are the first E elements of the keys, of which nothing is stored, as
+                in multi-head latent attention. E must be a multiple of the block size.
             k_mean: ``"first"`` subtracts from all keys the mean of the first ones that are appended
                 to their sequence and head. Softmax does not see it. Where channels of the keys have
                 means that are large beside their spread, the keys that remain have smaller errors;
@@ -112,22 +94,31 @@ class KVCache:
             check(size > 0, "KVCache", f"{name} must be at least 1", size, "Fix it")
         place = torch.device(device or "cpu")
         self.capacity, self.window, self.grow, self.dtype = capacity, window, grow, dtype
-        self._pages = Pages.of(batch, capacity, page_size, window, grow, place)
-        places, tokens = (batch, capacity) if self._pages is None else self._pages.shape
-        v_format = k_format if v_format is None else v_format
-        self._k = Rows(k_format, (places, heads, tokens, head_size), place)
-        self._v = Rows(v_format, (places, heads, tokens, v_head_size or head_size), place)
+        self.residual = residual
+        if pages:
+            self._check_assigned(page_size, k_mean)
+            own = Pages.assigned(batch, capacity, page_size, pages, place)
+        else:
+            own = Pages.of(batch, capacity, page_size, window, grow, place)
+        if latent:
+            rule, got = "latent values have no v_format, v_global and k_mean", "one of them"
+            fits = v_format is None and v_global is None and k_mean is None
+            check(fits, "KVCache", rule, got, "Leave them out")
+        formats = (k_format, None if latent else k_format if v_format is None else v_format)
+        layout = Layout(batch, heads, capacity, head_size, v_head_size or head_size, place)
+        self._all = Store(formats, layout, own, window)
+        self._recent = self._make_recent(layout, latent) if residual else None
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=place)
         self._most = 0
         """At least the largest length, where the cache grows."""
-        first = {"k_mean"} if isinstance(k_mean, str) else set()
         self.k_mean = None
         if isinstance(k_mean, Tensor):  # A copy: `load_state_dict` writes into it.
             self.k_mean = k_mean.to(place, torch.float32, copy=True)
         if isinstance(k_mean, str):
             check(k_mean == _FIRST, "KVCache", "k_mean is 'first' or a tensor", k_mean, "Fix it")
             self.k_mean = torch.zeros(batch, heads, head_size, device=place)
-        for name, rows, value in (("k", self._k, k_global), ("v", self._v, v_global)):
+        first = {"k_mean"} if isinstance(k_mean, str) else set()
+        for name, rows, value in zip("kv", self._all.rows, (k_global, v_global), strict=False):
             if value is not None:
                 rows.set_wide(f"{name}_global", value)
             elif rows.wide is not None:
@@ -135,14 +126,36 @@ class KVCache:
         self._from_first = frozenset(first)
         self._unset = first
 
+    def _check_assigned(self, page_size: int, k_mean: str | Tensor | None) -> None:
+        """Refuse options that need sequences that stay, beside pages that a caller assigns."""
+        per_sequence = isinstance(k_mean, str) or (k_mean is not None and k_mean.ndim == 3)
+        own = {"grow": self.grow, "residual": self.residual, "k_mean of sequences": per_sequence}
+        got = ", ".join([name for name, chosen in own.items() if chosen])
+        rule, fix = "pages that the caller assigns exclude grow, residual and such a mean", "Leave"
+        check(not got, "KVCache", rule, got, f"{fix} {got or 'them'} out")
+        check(page_size > 0, "KVCache", "pages need a page_size", page_size, "Pass one, such as 16")
+
+    def _make_recent(self, layout: Layout, latent: bool) -> Store:
+        size, window = self.residual, self.window
+        rule = "residual must be at least 0, and less than a window"
+        fits = size > 0 and (not window or size < window)
+        check(fits, "KVCache", rule, f"{size}, window={window}", "Fix one of them")
+        pages = Pages.of(layout.batch, layout.tokens, 0, size, self.grow, layout.device)
+        formats = ("bfloat16", None if latent else "bfloat16")
+        return Store(formats, layout, pages, size)
+
+    @property
+    def _stores(self) -> list[Store]:
+        return [self._all] if self._recent is None else [self._all, self._recent]
+
     # ---- tokens
 
-    def append(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor | None, positions: Tensor | None = None) -> None:
         """Write new tokens.
 
         Args:
             k: (B, H, N, D), float32, bfloat16 or float16.
-            v: (B, H, N, E).
+            v: (B, H, N, E); None for a latent cache.
             positions: (B, N) int64: where each token is written; a token with a negative position
                 is not written. None for the N positions after ``lengths``.
 
@@ -168,14 +181,8 @@ class KVCache:
             self._make_room(most)
         if self._unset:
             self._fix(k, v, positions)
-        written = positions
-        if self._pages is not None and 0 < self._pages.kept < count:
-            written = torch.where(positions < lengths[:, None] - self._pages.kept, -1, positions)
-        CACHE_APPEND(
-            *(k, v, written, self._k.codes, self._k.factors, self._v.codes, self._v.factors),
-            *(self._k.form.text, self._v.form.text, self.k_mean, self.block_table),
-            *(self._k.wide, self._v.wide),
-        )
+        for store in self._stores:
+            store.write(k, v, positions, lengths, self.k_mean)
         # Only tokens that were written fix what the first ones decide. A graph cannot ask.
         if given is None or torch.compiler.is_compiling() or bool((given >= 0).any()):
             self._unset = set()
@@ -224,21 +231,37 @@ class KVCache:
             UnsupportedError: a ring of pages has forgotten tokens that a query would see.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        window = self.window if window is None else window
-        if self._pages is not None and self._pages.kept:
-            self._check_ring(self._pages, q.shape[2], positions, window, causal or mask is None)
+        if window is None:
+            window = self.window if causal else 0
         if self.k_mean is not None:
             rule, fix = "keys without their mean change capped scores", "Leave out k_mean"
             check(not soft_cap, "KVCache.attention", rule, f"soft_cap={soft_cap}", fix)
-            sinks = sinks if sinks is None else _shifted(sinks, q, self.k_mean, scale)
-        return ATTENTION(
-            *(q, self._k.codes, self._k.factors, self._v.codes, self._v.factors),
-            *(self._k.form.text, self._v.form.text, self.lengths, scale, causal),
-            *(window, soft_cap, positions, first, mask, sinks),
-            *(self.block_table, self._k.wide, self._v.wide),
-        )
+            sinks = sinks if sinks is None else shifted_sinks(sinks, q, self.k_mean, scale)
+        options = Options(scale, causal, window, soft_cap, positions, first, mask, sinks)
+        self._all.check_ring(q.shape[2], self.lengths, options)
+        if self._recent is None:
+            result: Tensor = self._all.attend(ATTENTION, q, self.lengths, options)
+            return result
+        return self._attention_of_both(self._recent, q, options)
 
-    def update(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def _attention_of_both(self, recent: Store, q: Tensor, options: Options) -> Tensor:
+        """Return the attention over the last tokens in bfloat16 and those before them."""
+        count, size = q.shape[2], self.residual
+        near = options._replace(window=min(size, options.window or size))
+        recent.check_ring(count, self.lengths, near)
+        positions = options.positions
+        if positions is None:
+            positions = self._next_positions(count) - count
+        early, late = options.split(positions, size, self.capacity)
+        if early is None:
+            late = late._replace(sinks=options.sinks)
+            result: Tensor = recent.attend(ATTENTION, q, self.lengths, late)
+            return result
+        parts = self._all.attend(ATTENTION_PART, q, self.lengths, early)
+        parts += recent.attend(ATTENTION_PART, q, self.lengths, late)
+        return JOIN_ATTENTION(*parts, q.dtype, options.sinks)
+
+    def update(self, q: Tensor, k: Tensor, v: Tensor | None, **options: Any) -> Tensor:
         """Append tokens, and return the attention of their queries.
 
         A ring of pages takes long prompts in parts, so that no query misses a token of its window.
@@ -247,7 +270,7 @@ class KVCache:
         Args:
             q: (B, Hq, N, D).
             k: (B, H, N, D).
-            v: (B, H, N, E).
+            v: (B, H, N, E); None for a latent cache.
             **options: ``mask``, ``first``, ``soft_cap``, ``sinks``, ``scale`` and ``window`` of
                 ``attention``.
 
@@ -257,41 +280,25 @@ class KVCache:
         count = k.shape[2]
         rule, got = "q and k must have as many tokens", f"{q.shape[2]} and {count}"
         check(q.shape[2] == count, "KVCache.update", rule, got, "Call append and attention")
-        if self._pages is None or not self._pages.kept or count <= self._pages.size:
+        step = min(store.step for store in self._stores)
+        if count <= step:
             self.append(k, v)
             return self.attention(q, **options)
         self._fix_from_all(k, v)
         mask, sinks, results = options.pop("mask", None), options.pop("sinks", None), []
-        for start in range(0, count, self._pages.size):
-            part = slice(start, start + self._pages.size)
-            self.append(k[:, :, part], v[:, :, part])
+        for start in range(0, count, step):
+            part = slice(start, start + step)
+            self.append(k[:, :, part], None if v is None else v[:, :, part])
             shown = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
             of_part = sinks if sinks is None or sinks.ndim == 1 else sinks[:, :, part]
             results.append(self.attention(q[:, :, part], mask=shown, sinks=of_part, **options))
         return torch.cat(results, 2)
 
-    def _fix_from_all(self, k: Tensor, v: Tensor) -> None:
+    def _fix_from_all(self, k: Tensor, v: Tensor | None) -> None:
         """Derive what the first tokens decide from all of a prompt that is appended in parts."""
         if self._unset:
             self._fix(k, v, self._next_positions(k.shape[2]))
             self._unset = set()
-
-    def _check_ring(
-        self, pages: Pages, queries: int, positions: Tensor | None, window: int, by_window: bool
-    ) -> None:
-        """Refuse queries that would see tokens that the ring has overwritten."""
-        name = "KVCache.attention"
-        fix = "Make the cache without window, and pass it to attention"
-        if by_window and not 0 < window <= self.window:
-            rule = f"a ring of pages holds the {self.window} tokens of its window"
-            fail(name, rule, f"window={window}", fix, UnsupportedError)
-        if positions is None and queries <= pages.size:
-            return  # `append` leaves the windows of the last page of tokens.
-        oldest = self.lengths - queries if positions is None else positions.amin(1)
-        seen = (oldest - self.window + 1).clamp(min=0)
-        if not torch.compiler.is_compiling() and bool((pages.oldest(self.lengths) > seen).any()):
-            rule = "a ring of pages has forgotten tokens that a query would see"
-            fail(name, rule, f"{queries} queries", fix, UnsupportedError)
 
     def _make_room(self, tokens: int) -> None:
         if tokens > self.capacity:
@@ -299,15 +306,10 @@ class KVCache:
 
     def _resize(self, capacity: int) -> None:
         self.capacity = capacity
-        each, size = 1, self.capacity
-        if self._pages is not None:
-            self._pages = self._pages.wider(self.capacity)
-            each, size = self._pages.each, self._pages.size
-        if self._pages is None or not self._pages.kept:
-            for rows in (self._k, self._v):
-                rows.resize(self.lengths.shape[0], each, size)
+        for store in self._stores:
+            store.resize(self.lengths.shape[0], capacity)
 
-    def _fix(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+    def _fix(self, k: Tensor, v: Tensor | None, positions: Tensor) -> None:
         """Derive the mean and the global values from the first tokens."""
         valid = (positions >= 0)[:, None, :, None]
         k = torch.where(valid, k.float(), 0.0)
@@ -316,12 +318,48 @@ class KVCache:
         if self.k_mean is not None:
             mean = self.k_mean if self.k_mean.ndim == 3 else self.k_mean[None]
             k = torch.where(valid, k - mean.unsqueeze(2), 0.0)
-        for name, rows, x in (("k", self._k, k), ("v", self._v, v)):
-            if name in self._unset and rows.wide is not None:
+        for name, rows, x in zip("kv", self._all.rows, (k, v), strict=False):
+            if name in self._unset and rows.wide is not None and x is not None:
                 amax = torch.where(valid, x.float(), 0.0).abs().amax().clamp(min=2.0**-40)
-                rows.wide.copy_(_wide(rows.form, amax * _MARGIN))
+                rows.wide.copy_(wide_value(rows.form, amax * _MARGIN))
 
     # ---- sequences
+
+    def assign(self, block_table: Tensor, lengths: Tensor) -> None:
+        """Let the cache have other sequences, in pages that the caller names.
+
+        Sequences may share pages of common tokens, as long as none of them appends to these. The
+        pages themselves stay as they are.
+
+        Args:
+            block_table: (B, pages of a sequence) int64: token t of sequence b is in row
+                ``t % page_size`` of page ``block_table[b, t // page_size]``. The cache keeps this
+                tensor, so a caller may write further pages into it. Entries behind the pages in
+                use may hold anything.
+            lengths: (B,) int64: tokens that each sequence has; they are copied.
+
+        Raises:
+            QTensorError: the cache has pages of its own, or a shape or dtype is wrong.
+        """
+        name, pages = "KVCache.assign", self._all.pages
+        if pages is None or not pages.is_assigned:
+            fail(
+                name, "the cache has pages of its own", pages and pages.total, "Make it with pages="
+            )
+        fits = block_table.ndim == 2 and block_table.dtype is torch.int64
+        fits = fits and block_table.device == self.lengths.device
+        rule = f"block_table must be (sequences, pages) int64 on {self.lengths.device}"
+        got = f"{tuple(block_table.shape)} {block_table.dtype} on {block_table.device}"
+        check(fits, name, rule, got, "Fix it")
+        rule = f"lengths must be {block_table.shape[:1]}"
+        got = f"{tuple(lengths.shape)}"
+        check(lengths.shape == block_table.shape[:1], name, rule, got, "Pass one for each sequence")
+        self._all.pages = pages._replace(table=block_table)
+        self.capacity = block_table.shape[1] * pages.size
+        if lengths.shape == self.lengths.shape:  # The tensor of a compiled graph.
+            self.lengths.copy_(lengths)
+        else:
+            self.lengths = lengths.to(self.lengths.device, torch.int64, copy=True)
 
     def select(self, index: Tensor) -> None:
         """Let sequence i continue as sequence ``index[i]``; the number of sequences may change.
@@ -336,13 +374,12 @@ class KVCache:
         fits = index.ndim == 1 and index.dtype in (torch.int64, torch.int32)
         got = f"{index.dtype} {tuple(index.shape)}"
         check(fits, "KVCache.select", rule, got, "Pass mask.nonzero().flatten() for a mask")
+        if self._all.pages is not None and self._all.pages.is_assigned:
+            rule = "the caller assigns the pages, and knows which may be shared"
+            fail("KVCache.select", rule, got, "Copy pages, and call assign", UnsupportedError)
         index = index.to(self.lengths.device, torch.int64)
-        places = index
-        if self._pages is not None:
-            places = self._pages.places(index)
-            self._pages = self._pages.of_batch(index.shape[0])
-        self._k.select(places)
-        self._v.select(places)
+        for store in self._stores:
+            store.select(index)
         self.lengths = self.lengths[index]
         if self.k_mean is not None and self.k_mean.ndim == 3:
             self.k_mean = self.k_mean[index]
@@ -362,12 +399,12 @@ class KVCache:
         fits = kept.ndim == 0 or kept.shape == self.lengths.shape
         check(fits and bool((kept >= 0).all()), "KVCache.crop", rule, lengths, "Pass such numbers")
         new = torch.minimum(self.lengths, kept)
-        if self._pages is not None and self._pages.kept:
-            oldest = self._pages.oldest(self.lengths)
-            if bool(((oldest > (new - self.window + 1).clamp(min=0)) & (new < self.lengths)).any()):
+        for store in self._stores:
+            # The next token sees the window of one more.
+            if bool((store.forgotten(self.lengths, new + 1) & (new < self.lengths)).any()):
                 rule = "a ring of pages can go back to tokens whose window it still holds"
-                got, fix = f"{lengths}", "Make the cache without window, and pass it to attention"
-                fail("KVCache.crop", rule, got, fix, UnsupportedError)
+                fix = "Make the cache without window (it can be passed to attention) and residual"
+                fail("KVCache.crop", rule, f"{lengths}", fix, UnsupportedError)
         self.lengths = new
         self._most = int(new.max()) if self.grow else 0
 
@@ -384,17 +421,17 @@ class KVCache:
 
         It shares the buffers. Rows from ``lengths`` on have no meaning.
         """
-        return self._k.tensor(self.dtype)
+        return self._all.k.tensor(self.dtype)
 
     @property
     def values(self) -> Tensor:
         """The values, (B, H, capacity, E) or (pages, H, page, E), as ``keys``."""
-        return self._v.tensor(self.dtype)
+        return self._all.values(self.dtype)
 
     @property
     def block_table(self) -> Tensor | None:
         """(B, pages of a sequence) int64: where the pages of each sequence are; None without."""
-        return None if self._pages is None else self._pages.table
+        return None if self._all.pages is None else self._all.pages.table
 
     @property
     def nbytes(self) -> int:
@@ -404,19 +441,20 @@ class KVCache:
     def to(self, device: torch.device | str) -> KVCache:
         """Move the buffers to a device, and return the cache."""
         place = torch.device(device)
-        self._k.to(place)
-        self._v.to(place)
+        for store in self._stores:
+            store.to(place)
         self.lengths = self.lengths.to(place)
         self.k_mean = None if self.k_mean is None else self.k_mean.to(place)
-        self._pages = None if self._pages is None else self._pages.to(place)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all buffers by name; they are not copied."""
-        named = {"lengths": self.lengths, "k_mean": self.k_mean, "block_table": self.block_table}
-        for name, rows in (("k", self._k), ("v", self._v)):
-            named |= {f"{name}_{key}": t for key, t in rows.named_buffers().items()}
-        return {name: t for name, t in named.items() if t is not None}
+        named = {"lengths": self.lengths}
+        if self.k_mean is not None:
+            named["k_mean"] = self.k_mean
+        for prefix, store in zip(("", "recent_"), self._stores, strict=False):
+            named |= {prefix + name: t for name, t in store.named_buffers().items()}
+        return named
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy the buffers of a cache that was made with the same arguments.
@@ -427,7 +465,7 @@ class KVCache:
             QTensorError: a buffer is missing or has another shape. The cache is as before.
         """
         if self.grow and "k_codes" in state:
-            table, pages = state.get("block_table"), self._pages
+            table, pages = state.get("block_table"), self._all.pages
             tokens = state["k_codes"].shape[2]
             if pages is not None and table is not None:
                 tokens = table.shape[-1] * pages.size
@@ -445,13 +483,7 @@ class KVCache:
         self._unset = set() if bool(self.lengths.any()) else set(self._from_first)
 
     def __repr__(self) -> str:
-        k, v = self._k.form.text, self._v.form.text
-        shape = (self.lengths.shape[0], self._k.shape[1], self.capacity)
-        return f"KVCache({shape}, k={k} {self._k.shape[3]}, v={v} {self._v.shape[3]})"
-
-
-def _shifted(sinks: Tensor, q: Tensor, mean: Tensor, scale: float) -> Tensor:
-    """Return the sinks minus what the mean adds to the scores of the tokens, (B, Hq, M)."""
-    mean = mean.repeat_interleave(q.shape[1] // mean.shape[-2], -2).unsqueeze(-2)
-    sinks = sinks.float() if sinks.ndim == 3 else sinks.float()[:, None]
-    return sinks - (q.float() * mean).sum(-1) * scale
+        k, v = self._all.rows[0], self._all.rows[-1]
+        shape = (self.lengths.shape[0], k.shape[1], self.capacity)
+        sizes = f"k={k.form.text} {k.shape[3]}, v={v.form.text} {self._all.v_size}"
+        return f"KVCache({shape}, {sizes})"

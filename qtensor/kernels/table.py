@@ -65,7 +65,12 @@ BACKENDS = {
 
 
 FLOATS: dict[str, dict[str, Callable[..., bool]]] = {
-    "cpu": {**CPU_FLOATS, "attention": attention_, "cache_append": cache_append_},
+    "cpu": {
+        **CPU_FLOATS,
+        "attention": attention_,
+        "attention_part": attention_,
+        "cache_append": cache_append_,
+    },
     "cuda": TRITON_FLOATS,
 }
 """Device type -> op -> kernel over plain tensors.

@@ -89,12 +89,16 @@ _PASSED = PassedCalls()
 
 
 def _attention_alloc(args: AttentionArgs) -> Tensor:
+    return empty(args.q, (*args.q.shape[:3], _checked_size(args)))
+
+
+def _checked_size(args: AttentionArgs) -> int:
+    """Check a call, and return the head size of the values."""
     signature = _PASSED.signature(args)
     if signature not in _PASSED:
         _check_attention(args)
         _PASSED.add(signature)
-    size = row_format(args.v_format).size(args.v.shape[3])
-    return empty(args.q, (*args.q.shape[:3], size))
+    return row_format(args.v_format).size(args.v.shape[3])
 
 
 def _check_attention(args: AttentionArgs) -> None:
@@ -121,9 +125,7 @@ def _check_attention(args: AttentionArgs) -> None:
     check_indices(op, positions=positions)
     fits = positions is None or positions.shape == (batch, queries)
     check_shape(op, "positions", positions, f"({batch}, {queries})", fits)
-    shapes = ((heads,), (batch, heads, queries))
-    fits = sinks is None or (sinks.is_floating_point() and tuple(sinks.shape) in shapes)
-    check_shape(op, "sinks", sinks, f"{shapes[0]} or {shapes[1]}, floating", fits)
+    _check_sinks(op, sinks, q)
     if mask is not None:
         fits = mask.dtype is torch.bool or mask.dtype in INPUT_DTYPES
         rule = "the mask must be bool, float32, bfloat16 or float16"
@@ -131,6 +133,12 @@ def _check_attention(args: AttentionArgs) -> None:
         sizes = zip(mask.shape, q.shape[:3], strict=False)
         fits = mask.ndim == 4 and all(n in (1, most) for n, most in sizes)
         check_shape(op, "mask", mask, f"({batch} or 1, {heads} or 1, {queries} or 1, tokens)", fits)
+
+
+def _check_sinks(op: str, sinks: Tensor | None, q: Tensor) -> None:
+    shapes = ((q.shape[1],), tuple(q.shape[:3]))
+    fits = sinks is None or (sinks.is_floating_point() and tuple(sinks.shape) in shapes)
+    check_shape(op, "sinks", sinks, f"{shapes[0]} or {shapes[1]}, floating", fits)
 
 
 def _check_options(args: AttentionArgs) -> None:
@@ -214,13 +222,20 @@ def _attention_fill(out: Tensor, args: AttentionArgs) -> None:
     # CPU kernels check lengths and pages themselves; those that are wrong end here.
     if not out.numel() or table.floats_("attention", out.device.type, out, args):
         return
+    with below_autograd(), denormals_kept():
+        write_(out, reference.attention(args.q, *_reference_call(args)))
+
+
+def _reference_call(
+    args: AttentionArgs,
+) -> tuple[reference.Rows, reference.Rows, reference.Scoring]:
+    """Return keys, values and scoring for the reference, after a check of lengths and pages."""
     count = check_lengths(args)
     first, last = _ranges(args)
-    with below_autograd(), denormals_kept():
-        tokens = torch.arange(count, device=out.device)
-        seen = (tokens >= first.unsqueeze(2)) & (tokens <= last.unsqueeze(2))
-        k, v = (_stored(side, args, seen.any(1)) for side in _sides(args))
-        write_(out, reference.attention(args.q, k, v, _scoring(args, seen)))
+    tokens = torch.arange(count, device=args.q.device)
+    seen = (tokens >= first.unsqueeze(2)) & (tokens <= last.unsqueeze(2))
+    k, v = (_stored(side, args, seen.any(1)) for side in _sides(args))
+    return k, v, _scoring(args, seen)
 
 
 def _stored(side: CacheSide, args: AttentionArgs, used: Tensor) -> reference.Rows:
@@ -245,13 +260,16 @@ def _scoring(args: AttentionArgs, seen: Tensor) -> reference.Scoring:
             seen = seen & mask
         else:
             added = mask.float()
-    sinks = args.sinks
-    if sinks is not None:
-        batch, heads, queries = args.q.shape[:3]
-        sinks = sinks.float()
-        sinks = sinks[:, None].expand(batch, heads, queries) if sinks.ndim == 1 else sinks
-        sinks = sinks.unflatten(1, (args.k.shape[1], -1)).flatten(2, 3)
+    sinks = _sinks_of_queries(args.sinks, args.q)
     return reference.Scoring(args.scale, args.soft_cap, seen, added, sinks)
+
+
+def _sinks_of_queries(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return sinks (Hq,) or (B, Hq, M) as float32 (B, Hq, M)."""
+    if sinks is None:
+        return None
+    sinks = sinks.float()
+    return (sinks[:, None] if sinks.ndim == 1 else sinks).expand(q.shape[:3])
 
 
 ATTENTION = leaf_op("attention", AttentionArgs, "Tensor", _attention_alloc, _attention_fill)
@@ -262,4 +280,83 @@ queries and sequences of the call, nor on capacity and pages. A query that sees 
 
 Lengths and pages outside the cache are an error. The kernels of CUDA do not wait for the device to
 know them: there, the queries of such a sequence, or those that see such a page, give NaN.
+"""
+
+
+def _part_alloc(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    rule = "sinks join the attention over all tokens"
+    check(args.sinks is None, "attention_part", rule, "sinks", "Pass them to join_attention")
+    shape = args.q.shape[:3]
+    values = empty(args.q, (*shape, _checked_size(args)), torch.float32)
+    return values, empty(args.q, (*shape, 2), torch.float32)
+
+
+def _part_fill(outputs: tuple[Tensor, Tensor], args: AttentionArgs) -> None:
+    values, sums = outputs
+    if not sums.numel() or table.floats_("attention_part", sums.device.type, values, args, sums):
+        return
+    with below_autograd(), denormals_kept():
+        part = reference.attention_part(args.q, *_reference_call(args))
+        for output, t in zip(outputs, part, strict=True):
+            write_(output, t)
+
+
+ATTENTION_PART = leaf_op(
+    "attention_part", AttentionArgs, "(Tensor, Tensor)", _part_alloc, _part_fill
+)
+"""Return what ``join_attention`` needs of the attention over some of the tokens.
+
+The arguments are those of ``attention`` without sinks. The results are float32: weighted values
+(B, Hq, M, E) that are not divided, and (B, Hq, M, 2) for the largest score, times the logarithm of
+e to base 2, and the sum of weights; -inf and 0 without any score.
+"""
+
+
+class JoinArgs(NamedTuple):
+    """Arguments of the op ``join_attention``.
+
+    Attributes:
+        values: float32 (B, Hq, M, E) of the first tokens, as ``attention_part`` returns them.
+        sums: float32 (B, Hq, M, 2).
+        more_values: those of later tokens.
+        more_sums: as ``sums``.
+        dtype: of the result.
+        sinks: as in ``attention``.
+    """
+
+    values: Tensor
+    sums: Tensor
+    more_values: Tensor
+    more_sums: Tensor
+    dtype: torch.dtype
+    sinks: Tensor | None = None
+
+
+def _join_alloc(args: JoinArgs) -> Tensor:
+    op, values = "join_attention", args.values
+    rule = "values must be (B, heads, queries, size)"
+    check(values.ndim == 4, op, rule, tuple(values.shape), "Pass results of attention_part")
+    wanted = (values.shape, (*values.shape[:3], 2)) * 2
+    for name, shape in zip(args._fields[:4], wanted, strict=True):
+        t = getattr(args, name)
+        check_shape(op, name, t, str(tuple(shape)), t.shape == shape)
+        rule = f"{name} must be dense float32"
+        fits = t.dtype is torch.float32 and t.layout is torch.strided
+        check(fits, op, rule, t.dtype, "Pass results of attention_part", DtypeError)
+    rule = "the dtype must be float32, bfloat16 or float16"
+    check(args.dtype in INPUT_DTYPES, op, rule, args.dtype, "Pass that of q", DtypeError)
+    _check_sinks(op, args.sinks, values)
+    return empty(values, values.shape, args.dtype)
+
+
+def _join_fill(out: Tensor, args: JoinArgs) -> None:
+    with below_autograd(), denormals_kept():
+        parts = ((args.values, args.sums), (args.more_values, args.more_sums))
+        write_(out, reference.join(parts, _sinks_of_queries(args.sinks, out)))
+
+
+JOIN_ATTENTION = leaf_op("join_attention", JoinArgs, "Tensor", _join_alloc, _join_fill)
+"""Return the attention over the tokens of two parts, (B, Hq, M, E); 0 without any score.
+
+docs/numerics.md states how two parts are merged.
 """

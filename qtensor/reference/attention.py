@@ -63,7 +63,7 @@ class Scoring(NamedTuple):
         soft_cap: scores are ``soft_cap * tanh(score / soft_cap)``; 0 for none.
         seen: bool (B, 1 or G * H, M, S): the tokens that a query sees.
         added: float32 that is added to the scores, broadcastable to (B, G * H, M, S), or None.
-        sinks: float32 (B, H, R) of scores without a value, or None.
+        sinks: float32 (B, G * H, M) of scores without a value, or None.
     """
 
     scale: float
@@ -137,6 +137,38 @@ def attention(q: Tensor, k: Rows, v: Rows, scoring: Scoring) -> Tensor:
         v: values.
         scoring: what the queries see, and how their scores follow.
     """
+    return _finished(_partial(q, k, v, scoring), scoring.sinks, v.wide)
+
+
+def attention_part(q: Tensor, k: Rows, v: Rows, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Return the weighted values (B, G * H, M, E) over some tokens, and (B, G * H, M, 2).
+
+    The latter are the largest score, -inf without any, and the sum of weights, 0 without any score.
+    Sinks are left out.
+    """
+    part = _partial(q, k, v, scoring)
+    values = part.values if v.wide is None else part.values * v.wide
+    sums = torch.stack([part.most, part.sum], -1)
+    absent = ~part.some.unsqueeze(-1)
+    least = sums.new_tensor([-math.inf, 0.0])
+    return torch.where(absent, 0.0, values + 0.0), torch.where(absent, least, sums)
+
+
+def join(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
+    """Return the attention over the tokens of all parts, (B, G * H, M, E).
+
+    Args:
+        parts: results of ``attention_part`` over different tokens.
+        sinks: float32 (B, G * H, M) of scores without a value, or None.
+    """
+    partials = [
+        Partial(sums[..., 0], sums[..., 1], values, sums[..., 1] != 0) for values, sums in parts
+    ]
+    return _finished(_merged(partials), sinks, None)
+
+
+def _partial(q: Tensor, k: Rows, v: Rows, scoring: Scoring) -> Partial:
+    """Return the attention without sinks before the division, (B, G * H, M) and with E."""
     heads, groups = k.values.shape[1], q.shape[1] // max(k.values.shape[1], 1)
     rows = q.float().unflatten(1, (heads, groups)).flatten(2, 3)
     rows = torch.where(rows.abs() < k.least, 0.0, rows)
@@ -146,19 +178,16 @@ def attention(q: Tensor, k: Rows, v: Rows, scoring: Scoring) -> Tensor:
     )
     count = max(1, _MOST // max(1, q.shape[0] * heads * k.values.shape[2]))
     parts = []
-    for start in range(0, rows.shape[2], count):
+    for start in range(0, max(1, rows.shape[2]), count):
         part = slice(start, start + count)
         scores = _scores(rows[:, :, part], k, scoring)
         if added is not None:
             log2_e = scores.new_tensor(LOG2_E)
             scores = fused_multiply_add(added[:, :, part], log2_e, scores)
         scores = torch.where(seen[:, :, part], scores, -math.inf)  # type: ignore[index]
-        sinks = None if scoring.sinks is None else scoring.sinks[:, :, part]
-        parts.append(_weighted(scores, v, q.dtype is torch.bfloat16, sinks))
-    merged = (
-        torch.cat(parts, 2) if parts else v.values.new_zeros(*rows.shape[:3], v.values.shape[3])
-    )
-    return merged.unflatten(2, (groups, q.shape[2])).flatten(1, 2)
+        parts.append(_weighted(scores, v, q.dtype is torch.bfloat16))
+    by_heads = (torch.cat(ts, 2).unflatten(2, (groups, -1)) for ts in zip(*parts, strict=True))
+    return Partial(*(t.flatten(1, 2) for t in by_heads))
 
 
 def _by_rows(t: Tensor, heads: int, groups: int, queries: int) -> Tensor:
@@ -195,8 +224,8 @@ def _scores(q: Tensor, k: Rows, scoring: Scoring) -> Tensor:
     return torch.where(total < 0, -tanh, tanh) * total.new_tensor(scoring.soft_cap * LOG2_E)
 
 
-def _weighted(scores: Tensor, v: Rows, round_weights: bool, sinks: Tensor | None) -> Tensor:
-    """Return the values (B, H, R, E), weighted by the softmax of scores (B, H, R, S)."""
+def _weighted(scores: Tensor, v: Rows, round_weights: bool) -> Partial:
+    """Return the values (B, H, R, E), weighted by the exponentials of scores (B, H, R, S)."""
     whole = -scores.shape[-1] % CHUNK
     chunks = F.pad(scores, (0, whole), value=-math.inf).unflatten(-1, (-1, CHUNK))
     most = chunks.masked_fill(chunks.isnan(), -math.inf).amax(-1)
@@ -231,7 +260,10 @@ def _weighted(scores: Tensor, v: Rows, round_weights: bool, sinks: Tensor | None
         for i in range(chunks.shape[3])
     ]
     segments = [_merged(parts[i : i + SEGMENT]) for i in range(0, len(parts), SEGMENT)]
-    return _finished(_merged(segments), sinks, v.wide) if segments else total.sum(3)
+    if not segments:
+        none = sums.new_zeros(scores.shape[:3])
+        return Partial(none, none, total.sum(3), none > 0)
+    return _merged(segments)
 
 
 def _merged(parts: Sequence[Partial]) -> Partial:

@@ -14,12 +14,14 @@ CASES = {
     "pages": {"k_format": "mxfp4", "page_size": 8},
     "mean": {"k_mean": "first", "v_format": "bfloat16"},
     "ring": {"k_format": "nvfp4", "window": 9, "page_size": 8},
+    "residual": {"k_format": "mxfp4", "capacity": 256, "residual": 9},
+    "ring and residual": {"k_format": "mxfp8", "capacity": 256, "window": 30, "residual": 9},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_graph_for_all_tokens(case):
-    caches = [qtensor.KVCache(2, 2, 32, 40, **CASES[case]) for _ in range(2)]
+    caches = [qtensor.KVCache(2, 2, 32, **{"capacity": 40, **CASES[case]}) for _ in range(2)]
     prompt = [rand(2, heads, 12, 32) for heads in (4, 2, 2)]
     for cache in caches:
         cache.update(*prompt)

@@ -73,10 +73,12 @@ def append(
     )
 
 
-def attend(q: Tensor, k: Side, v: Side, lengths: Tensor, **options: Any) -> Tensor:
-    """Call the op."""
+def attend(
+    q: Tensor, k: Side, v: Side, lengths: Tensor, op: str = "attention", **options: Any
+) -> Any:
+    """Call the op, or ``attention_part``."""
     options.setdefault("scale", q.shape[-1] ** -0.5)
-    return torch.ops.qtensor.attention(
+    return getattr(torch.ops.qtensor, op)(
         *(q, k.codes, k.factors, v.codes, v.factors, k.text, v.text, lengths),
         **{"k_global": k.wide, "v_global": v.wide, **options},
     )
@@ -141,40 +143,42 @@ class Problem:
         append(k, v, *self.rows(), positions, **options)
         return k, v, options
 
-    def run(self, **more: Any) -> Tensor:
-        """Call the op; ``more`` replaces options."""
+    def run(self, **more: Any) -> Any:
+        """Call the op; ``more`` replaces options, or names another op."""
         k, v, paged = self.cache()
         options = {**self.options, **paged, **more}
         lengths = options.pop("lengths", self.lengths_tensor)
         return attend(self.q(), k, v, lengths, **options)
 
-    def expected(self) -> Tensor:
-        """Return what the oracle says."""
-        k, v, _ = dataclasses.replace(self, page=0).cache()
-        q, options = self.q(), self.options
-        batch, heads, queries, _ = q.shape
+    def expected(self, *others: Problem) -> Tensor:
+        """Return what the oracle says; of the tokens of one other problem too."""
+        sides = [dataclasses.replace(each, page=0).cache() for each in (self, *others)]
+        batch, heads, queries, _ = self.q().shape
         out = torch.zeros(batch, heads, queries, self.v_size)
-        scale = options.get("scale", self.size**-0.5)
+        attend = oracle_attention.attend_both if others else oracle_attention.attend
         for b in range(batch):
             for h in range(heads):
-                keys, values = (stored(side, b, h // self.groups) for side in (k, v))
+                rows = [[stored(t, b, h // self.groups) for t in (k, v)] for k, v, _ in sides]
                 for m in range(queries):
-                    first, last = self.range(b, m)
-                    sinks = options.get("sinks")
-                    query = oracle_attention.Query(
-                        q[b, h, m].float().numpy(),
-                        first,
-                        last,
-                        scale,
-                        options.get("soft_cap", 0.0),
-                        None
-                        if sinks is None
-                        else float(sinks[h] if sinks.ndim == 1 else sinks[b, h, m]),
-                        self.mask_of(b, h, m),
-                        self.dtype is torch.bfloat16,
-                    )
-                    out[b, h, m] = torch.from_numpy(oracle_attention.attend(query, keys, values))
+                    asked = [each.query(b, h, m) for each in (self, *others)]
+                    result = attend(asked, rows) if others else attend(asked[0], *rows[0])
+                    out[b, h, m] = torch.from_numpy(result)
         return out.to(self.dtype)
+
+    def query(self, b: int, h: int, m: int) -> oracle_attention.Query:
+        """Return a query as the oracle reads it."""
+        options, (first, last) = self.options, self.range(b, m)
+        sinks = options.get("sinks")
+        return oracle_attention.Query(
+            self.q()[b, h, m].float().numpy(),
+            first,
+            last,
+            options.get("scale", self.size**-0.5),
+            options.get("soft_cap", 0.0),
+            None if sinks is None else float(sinks[h] if sinks.ndim == 1 else sinks[b, h, m]),
+            self.mask_of(b, h, m),
+            self.dtype is torch.bfloat16,
+        )
 
     def range(self, b: int, m: int) -> tuple[int, int]:
         """Return the first and the last token that a query sees."""
@@ -327,7 +331,23 @@ def append_arguments(make: Any) -> dict[str, Any]:
     }
 
 
-MAKERS = {"attention": attention_arguments, "cache_append_": append_arguments}
+def join_arguments(make: Any) -> dict[str, Any]:
+    """Return the arguments of a valid call of ``join_attention``."""
+    shape = (make.random.choice((1, 2)), 2, make.random.choice((1, 3)))
+    parts = [torch.randn(*shape, 32), torch.rand(*shape, 2), torch.randn(*shape, 32)]
+    return {
+        **dict(zip(("values", "sums", "more_values"), parts, strict=True)),
+        **{"more_sums": torch.rand(*shape, 2), "dtype": make.dtype},
+        "sinks": make.maybe(torch.randn(2)),
+    }
+
+
+MAKERS = {
+    "attention": attention_arguments,
+    "attention_part": lambda make: {**attention_arguments(make), "sinks": None},
+    "join_attention": join_arguments,
+    "cache_append_": append_arguments,
+}
 
 
 def attention_samples(name: str) -> Any:

@@ -40,7 +40,8 @@ SETTINGS = {
 def served(request, monkeypatch):
     """By which kernels the op is computed."""
     if request.param == "reference":
-        monkeypatch.delitem(FLOATS["cpu"], "attention")
+        for name in ("attention", "attention_part"):
+            monkeypatch.delitem(FLOATS["cpu"], name)
 
 
 @pytest.mark.usefixtures("served")
@@ -64,6 +65,32 @@ def test_masks_against_the_oracle(kind):
     got = problem.run()
     assert_same_bytes(got, problem.expected())
     assert (got[1, :, 1] == 0).all()
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["plain", "sinks"])
+@formats
+def test_parts_over_different_tokens_against_the_oracle(text, sinks):
+    """The last 40 tokens of each query lie in another cache; some queries have no others."""
+    index, options = FORMATS.index(text), {} if sinks is None else {"sinks": sinks}
+    common = {"lengths": (330, 45), "queries": 7, "dtype": DTYPES[index % 3]}
+    positions = torch.arange(7) + torch.tensor([[323], [38]])
+    early = Problem(text, **common, options={**options, "positions": positions - 40})
+    late = Problem("bfloat16", **common, options={**options, "window": 40})
+    parts = [problem.run(op="attention_part", sinks=None) for problem in (early, late)]
+    assert parts[0][1][1, :, :2, 1].eq(0).all()
+    got = torch.ops.qtensor.join_attention(*parts[0], *parts[1], common["dtype"], sinks)
+    assert_same_bytes(got, early.expected(late))
+
+
+def test_a_part_without_tokens_changes_no_bit():
+    problem = Problem("mxfp8", lengths=(300,), queries=2, dtype=torch.float32)
+    values, sums = problem.run(op="attention_part")
+    none = problem.run(op="attention_part", mask=torch.zeros(1, 1, 1, 300, dtype=torch.bool))
+    assert not none[0].any()
+    for parts in ((values, sums, *none), (*none, values, sums)):
+        joined = torch.ops.qtensor.join_attention(*parts, torch.float32)
+        assert_same_bytes(joined, problem.run())
 
 
 @formats
@@ -129,6 +156,17 @@ def test_errors_name_the_argument():
     refused("the mask must be bool, float32", problem, mask=torch.ones(1, 1, 1, 40).long())
     refused("k has no global value", problem, k_global=torch.ones(1))
     refused("q must be a dense float32", dataclasses.replace(problem, dtype=torch.float64))
+    refused("sinks join the attention", problem, op="attention_part", sinks=torch.ones(2))
+    values, sums = problem.run(op="attention_part")
+    join = torch.ops.qtensor.join_attention
+    for match, arguments in {
+        r"sums must have the shape \(2, 2, 1, 2\)": (values, sums[:1], values, sums, torch.float32),
+        "more_values must be dense float32": (values, sums, values.half(), sums, torch.float32),
+        "the dtype must be float32": (values, sums, values, sums, torch.int8),
+        "sinks must have the shape": (values, sums, values, sums, torch.float32, torch.ones(3)),
+    }.items():
+        with pytest.raises(qtensor.QTensorError, match=match):
+            join(*arguments)
 
 
 def test_pages_outside_the_cache_are_refused():

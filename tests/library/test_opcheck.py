@@ -10,6 +10,7 @@ from typing import Any
 import delayed_cases
 import pytest
 import torch
+from attention_cases import MAKERS as ATTENTION_OPS
 from attention_cases import attention_samples
 from compile_helpers import ordinary, quantizers, seeded
 from formats import BY_NAME, FORMATS, FormatCase
@@ -347,8 +348,7 @@ def begin_recorded_forward_(case: FormatCase) -> Iterator[Sample]:
 
 
 SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
-    "qtensor::attention": attention_samples("attention"),
-    "qtensor::cache_append_": attention_samples("cache_append_"),
+    **{f"qtensor::{name}": attention_samples(name) for name in ATTENTION_OPS},
     "qtensor::quantize": quantize,
     "qtensor::quantize_": quantize_,
     "qtensor::amax": amax,
@@ -398,8 +398,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
 WITHOUT_FORMAT = {
     f"qtensor::{name}"
     for name in (
-        "attention",
-        "cache_append_",
+        *ATTENTION_OPS,
         "norm",
         "norm_backward",
         "bias_grad",

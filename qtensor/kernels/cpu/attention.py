@@ -50,7 +50,7 @@ class AttentionCall(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_void_p),
         *_fields("q_dtype q_batch q_head q_query", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
+        *_fields("out sums", ctypes.c_void_p),
         *_fields("batch heads groups queries", ctypes.c_int64),
         *_fields("k v", StoredRows),
         ("table", ctypes.c_void_p),
@@ -159,12 +159,13 @@ def _wide(value: Tensor | None, form: RowFormat) -> float:
     return 1.0 if value is None else _float32(value.item() / form.divisor)
 
 
-def attention_(out: Tensor, args: Any) -> bool:
+def attention_(out: Tensor, args: Any, sums: Tensor | None = None) -> bool:
     """Write the attention of a call.
 
     Args:
         out: (B, Hq, M, E), contiguous.
         args: the arguments of the op `attention`, whose shapes and dtypes are checked.
+        sums: float32 (B, Hq, M, 2) for the op `attention_part`, whose `out` is float32; else None.
 
     Returns:
         False with nothing written if no kernel serves the call, or if lengths or pages are outside
@@ -201,7 +202,8 @@ def attention_(out: Tensor, args: Any) -> bool:
     tokens = args.k.shape[2] * columns
     work = batch * heads * queries * tokens * size
     call = AttentionCall(
-        *(q.data_ptr(), _DTYPES[q.dtype], *q.stride()[:3], out.data_ptr()),
+        *(q.data_ptr(), _DTYPES[q.dtype], *q.stride()[:3]),
+        *(out.data_ptr(), _address(sums)),
         *(batch, args.k.shape[1], heads // args.k.shape[1], queries, k, v),
         *(_address(table), columns, page, args.k.shape[0], tokens),
         *(_address(lengths), _address(positions), _address(first), args.causal, args.window),

@@ -172,23 +172,43 @@ def merged(parts):
     return most, total, values
 
 
-def attend(query: Query, k: Stored, v: Stored) -> np.ndarray:
-    """The attention of one query, float32 (E,)."""
+def part(query: Query, k: Stored, v: Stored):
+    """The largest score, the sum of weights and the weighted sum of all tokens, or None."""
     segments = []
     if query.last >= query.first:
         for segment in range(query.first // 1024, query.last // 1024 + 1):
             starts = range(segment * 1024, segment * 1024 + 1024, 256)
             inside = [s for s in starts if s + 255 >= query.first and s <= query.last]
             segments.append(merged([chunk(query, k, v, s) for s in inside]))
-    done = merged(segments)
+    return merged(segments)
+
+
+def attend(query: Query, k: Stored, v: Stored) -> np.ndarray:
+    """The attention of one query, float32 (E,)."""
+    return finished(part(query, k, v), query.sink, v.values.shape[1], v.wide)
+
+
+def attend_both(queries, sides) -> np.ndarray:
+    """The attention of one query over the tokens of two caches, sides (k, v)."""
+    parts = [part(query, *side) for query, side in zip(queries, sides, strict=True)]
+    wide = [v.wide for _, v in sides]
+    scaled = [
+        None if p is None else (p[0], p[1], (p[2] * F(w)).astype(F) + F(0))
+        for p, w in zip(parts, wide, strict=True)
+    ]
+    return finished(merged(scaled), queries[0].sink, sides[0][1].values.shape[1], 1.0)
+
+
+def finished(done, sink: float | None, size: int, wide: float) -> np.ndarray:
+    """A result divided by its sum of weights."""
     if done is None:
-        return np.zeros(v.values.shape[1], F)
+        return np.zeros(size, F)
     most, total, values = done
-    if query.sink is not None:
-        sink = F(F(query.sink) * F(LOG2_E))
+    if sink is not None:
+        sink = F(F(sink) * F(LOG2_E))
         top = max(most, sink)
         scale = exp2(F(most - top))
         values = (values * scale).astype(F)
         total = fma(total, scale, exp2(F(sink - top)))
     with np.errstate(invalid="ignore"):
-        return ((values / total).astype(F) * F(v.wide)).astype(F) + F(0)
+        return ((values / total).astype(F) * F(wide)).astype(F) + F(0)

@@ -115,10 +115,22 @@ static u16 float16_of(float v) {
     if (m < 0x38800000) return u16(sign | (bits<u32>(bits<float>(m) + 0.5f) - 0x3f000000));
     return u16(sign | ((m + 0xfff + (m >> 13 & 1)) - 0x38000000) >> 13);
 }
+// Writes what is known of a row before the division.
+static inline void write_part(const AttentionCall& c, i64 place, const Partial& part, const float* sums) {
+    c.sums[2 * place] = part.some ? part.most : -INFINITY;
+    c.sums[2 * place + 1] = part.some ? part.sum : 0;
+    float* out = (float*)c.out + place * c.v.size;
+    for (i64 e = 0; e < c.v.size; e += W) {
+        const VF v = load<VF>(sums + e) * all(float(c.post)) + VF{};
+        store(out + e, !part.some ? VF{} : v == v ? v : all(NAN));
+    }
+}
 // Divides sums by the sum of weights, after a sink joined it, and writes the result of a row.
 static inline void write_result(const AttentionCall& c, const QueryRow& row, const Partial& part,
                                 const float* sums) {
-    const i64 size = c.v.size, at = ((row.b * c.groups * c.heads + row.head) * c.queries + row.query) * size;
+    const i64 place_of_row = (row.b * c.groups * c.heads + row.head) * c.queries + row.query;
+    if (c.sums) return write_part(c, place_of_row, part, sums);
+    const i64 size = c.v.size, at = place_of_row * size;
     float scale = 1, total = part.sum;
     if (c.sinks && part.some) {
         const i64 place = row.b * c.sink_batch + row.head * c.sink_head + row.query * c.sink_query;

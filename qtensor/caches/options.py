@@ -1,0 +1,59 @@
+"""Say what queries see of the tokens of a cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Options(NamedTuple):
+    """Options of the ops of attention, in their order (``qtensor/library/attention.py``)."""
+
+    scale: float
+    causal: bool
+    window: int
+    soft_cap: float
+    positions: Tensor | None
+    first: Tensor | None
+    mask: Tensor | None
+    sinks: Tensor | None
+
+    def split(self, positions: Tensor, recent: int, tokens: int) -> tuple[Options | None, Options]:
+        """Return options for the tokens before the last ``recent`` ones of a query, and for those.
+
+        Args:
+            positions: (B, M) of the queries.
+            recent: R; the query at position p has the tokens up to p - R among the early ones.
+            tokens: S that a mask covers.
+
+        Returns:
+            Two options without sinks. The first is None if a window hides all early tokens.
+        """
+        own = self._replace(positions=positions, sinks=None)
+        early = own._replace(positions=positions - recent, causal=True)
+        if self.window:
+            early = early._replace(window=self.window - recent)
+        late = own._replace(window=min(recent, self.window or recent))
+        if not self.causal:
+            late = late._replace(window=0, mask=self._late_mask(positions, recent, tokens))
+        return (None if self.window and self.window <= recent else early), late
+
+    def _late_mask(self, positions: Tensor, recent: int, tokens: int) -> Tensor:
+        """Return the mask, which also hides the early tokens."""
+        tokens = tokens if self.mask is None else self.mask.shape[3]
+        steps = torch.arange(tokens, device=positions.device)
+        late = (steps > (positions - recent).unsqueeze(-1)).unsqueeze(1)
+        if self.mask is None:
+            return late
+        if self.mask.dtype is torch.bool:
+            return self.mask & late
+        return torch.where(late, self.mask, -torch.inf)
+
+
+def shifted_sinks(sinks: Tensor, q: Tensor, mean: Tensor, scale: float) -> Tensor:
+    """Return the sinks minus what a mean adds to the scores of the tokens, (B, Hq, M)."""
+    mean = mean.repeat_interleave(q.shape[1] // mean.shape[-2], -2).unsqueeze(-2)
+    sinks = sinks.float() if sinks.ndim == 3 else sinks.float()[:, None]
+    return sinks - (q.float() * mean).sum(-1) * scale
