@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from qtensor import checkpoints
 from qtensor.api import Format
 from qtensor.caches import KVCache
 from qtensor.checkpoints.layout_base import layouts
-from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.errors import UnsupportedError, check, fail
+from qtensor.integrations.latent_attention import NewTokens, attend_latent
 from qtensor.storage.ops.attention import attention
 
 NAME = "qtensor"
@@ -34,17 +35,6 @@ NAME = "qtensor"
 _OURS = ("full_attention", "sliding_attention", "chunked_attention")
 _START = 256
 """Tokens for which a cache that grows has room at first."""
-
-
-class NewTokens(NamedTuple):
-    """Stands for the keys, and the values, between a cache and the attention function.
-
-    The model hands it on; the attention function appends the tokens and reads the cache.
-    """
-
-    cache: KVCache
-    k: Tensor
-    v: Tensor
 
 
 class QTensorLayer(CacheLayerMixin):
@@ -79,18 +69,35 @@ class QTensorLayer(CacheLayerMixin):
 
     def _make(self, key_states: Tensor, value_states: Tensor) -> KVCache:
         batch, heads, _, size = key_states.shape
+        v_size, options = value_states.shape[-1], dict(self.options)
         self.batch_size = batch
+        if options.get("latent"):
+            v_size = self.config.kv_lora_rank
+            size = v_size + self.config.qk_rope_head_dim
+        if 0 < self.window <= options["residual"]:  # A query sees tokens in bfloat16 alone.
+            options |= {"residual": 0, "k_format": "bfloat16", "v_format": None}
+            options |= {"k_global": None, "v_global": None}
         # A ring of pages is for our attention: the others get all tokens, and mask them.
-        ring = 0 if self._keeps_all or not _reads_codes(self.config) else self.window
+        ring = 0 if self._keeps_all or not self._is_read else self.window
         return KVCache(
             *(batch, heads, size, self.capacity or _START),
-            v_head_size=value_states.shape[-1],
+            v_head_size=v_size,
             grow=self.capacity is None,
             window=ring,
             dtype=key_states.dtype,
             device=key_states.device,
-            **self.options,
+            **options,
         )
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether the attention of the model reads the cache itself.
+
+        Models with latent attention compute keys and values from what the cache returns, unless
+        they are absorbed.
+        """
+        latent = self.options.get("latent", False)
+        return self.config._attn_implementation == NAME and latent == _is_latent(self.config)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the attention function reads: for ours the new tokens and the cache.
@@ -101,11 +108,16 @@ class QTensorLayer(CacheLayerMixin):
         self.is_initialized = True
         if self.capacity is None:
             self._count += key_states.shape[2]
-        if _reads_codes(self.config):
+        latent = self.options.get("latent", False)
+        if self._is_read:
             new = NewTokens(cache, key_states, value_states)
+            if latent:
+                new = NewTokens(cache, torch.cat([key_states, value_states], -1), None)
             return new, new
-        if cache.block_table is not None:
-            rule = "a cache whose sliding layers have forgotten tokens needs its attention"
+        if cache.block_table is not None or cache.residual or latent:
+            rule = (
+                "a cache that has forgotten tokens, with residual or absorbed, needs its attention"
+            )
             got = self.config._attn_implementation
             fail("QTensorCache", rule, got, 'Use attn_implementation="qtensor"', UnsupportedError)
         cache.append(key_states, value_states)
@@ -199,6 +211,8 @@ class QTensorCache(Cache):
         *,
         capacity: int | None = None,
         k_mean: str | None = None,
+        residual: int = 0,
+        absorbed: bool = False,
         scales: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Make an empty cache.
@@ -210,12 +224,18 @@ class QTensorCache(Cache):
             capacity: tokens of a sequence, prompt and result together, for a cache that compiled
                 code can use; None to grow.
             k_mean: ``"first"`` to quantize keys without the mean of the prompt's.
+            residual: tokens that each query reads in bfloat16, as in ``KVCache``.
+            absorbed: keep the latents of a model with latent attention for
+                ``absorb_latent_attention``, in ``k_format``.
             scales: factors of keys and values by layer, for the format "fp8" (``kv_scales``).
 
         Raises:
-            QTensorError: ``scales`` lacks a layer.
+            QTensorError: ``scales`` lacks a layer, or ``absorbed`` does not fit the model.
         """
         text = config.get_text_config(decoder=True)
+        rule = "absorbed is for models with latent attention"
+        fits = not absorbed or _is_latent(text)
+        check(fits, "QTensorCache", rule, type(text).__name__, "Leave it out")
         others = DYNAMIC_LAYER_TYPE_MAPPING if capacity is None else STATIC_LAYER_TYPE_MAPPING
         sizes = {} if capacity is None else {"max_cache_len": capacity}
         layers = []
@@ -224,6 +244,9 @@ class QTensorCache(Cache):
                 layers.append(others[kind](**own, **sizes))
                 continue
             options: dict[str, Any] = {"k_format": k_format, "v_format": v_format, "k_mean": k_mean}
+            options["residual"] = residual
+            if absorbed:
+                options["latent"] = True
             if scales is not None:
                 if index not in scales:
                     rule = "scales must have the factors of every layer"
@@ -271,14 +294,6 @@ def kv_scales(path: str | os.PathLike[str]) -> dict[int, tuple[Tensor, Tensor]]:
     return {index: (both[0], both[1]) for index, both in sorted(found.items())}
 
 
-def _reads_codes(config: Any) -> bool:
-    """Return whether the attention of a model reads the cache itself.
-
-    Models with latent attention (DeepSeek) compute keys and values from what the cache returns.
-    """
-    return config._attn_implementation == NAME and not _is_latent(config)
-
-
 def _is_latent(config: Any) -> bool:
     return getattr(config, "kv_lora_rank", None) is not None
 
@@ -319,7 +334,7 @@ def attend(
     Raises:
         UnsupportedError: a gradient, dropout, a bias or a cache of another class.
     """
-    if _is_latent(module.config):
+    if _is_latent(module.config) and not isinstance(key, NewTokens):
         return sdpa_attention_forward(
             *(module, query, key, value, attention_mask),
             **{"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs},
@@ -335,6 +350,9 @@ def attend(
     if isinstance(key, NewTokens):
         if causal and not window:
             options["window"] = None  # A mask of chunks lies within the window of the cache.
+        if key.v is None:
+            result = attend_latent(module, query, key, options)
+            return result.transpose(1, 2).contiguous(), None
         result = key.cache.update(query, key.k, key.v, **options)
     else:
         if causal and key.shape[2] != query.shape[2]:

@@ -37,6 +37,7 @@ from qtensor.checkpoints.saving import writable
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.integrations.caches import QTensorCache, kv_scales
 from qtensor.integrations.experts import ExpertWeights
+from qtensor.integrations.latent_attention import absorb_latent_attention
 from qtensor.integrations.loading import (
     QuantizeWeight,
     Reader,
@@ -386,6 +387,7 @@ __all__ = [
     "QTensorCache",
     "QTensorConfig",
     "QTensorQuantizer",
+    "absorb_latent_attention",
     "kv_scales",
     "pretrained_config",
     "weights",

@@ -120,11 +120,12 @@ def test_packed_sequences_are_each_sequence_alone(gap, mask):
     )
     if mask.kind == "padding":
         alone = module(Sizes(), "bshd", attn_mask_type="no_mask")
-    expected = torch.zeros_like(got)
+    expected, outside = torch.zeros_like(got), torch.ones(sizes.queries, dtype=torch.bool)
     starts = padded if gap else sums
     for start, length in zip(starts.tolist(), lengths, strict=False):
         if length:
             rows = slice(start, start + length)
+            outside[rows] = False
             expected[rows] = alone(*[t[None, rows] for t in packed])[0]
     for a, b in zip(gradients(got, packed), gradients(expected, packed), strict=True):
         assert sqnr(a, b) > FLOAT32
