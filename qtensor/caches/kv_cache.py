@@ -95,11 +95,10 @@ class KVCache:
         place = torch.device(device or "cpu")
         self.capacity, self.window, self.grow, self.dtype = capacity, window, grow, dtype
         self.residual = residual
+        own = Pages.of(batch, capacity, page_size, 0 if pages else window, grow, place)
         if pages:
             self._check_assigned(page_size, k_mean)
             own = Pages.assigned(batch, capacity, page_size, pages, place)
-        else:
-            own = Pages.of(batch, capacity, page_size, window, grow, place)
         if latent:
             rule, got = "latent values have no v_format, v_global and k_mean", "one of them"
             fits = v_format is None and v_global is None and k_mean is None

@@ -52,7 +52,9 @@ def absorb_latent_attention(model: torch.nn.Module) -> int:
     Raises:
         UnsupportedError: the model has no latent attention, or an adapter or bias in the way.
     """
-    layers = [m for m in model.modules() if hasattr(m, "expand_kv") and hasattr(m, "kv_b_proj")]
+    layers: list[Any] = [
+        m for m in model.modules() if hasattr(m, "expand_kv") and hasattr(m, "kv_b_proj")
+    ]
     name, fix = "absorb_latent_attention", "Leave absorbed=True out"
     if not layers:
         rule = "the model must have latent attention (expand_kv and kv_b_proj)"

@@ -44,6 +44,9 @@ REASONS: dict[str, str] = {
         "the sizes of a cache, and keyword-only options with defaults"
     ),
     "qtensor/caches/kv_cache.py::KVCache.attention": "options of the public attention",
+    "qtensor/integrations/caches.py::QTensorCache.__init__": (
+        "formats of the cache, and keyword-only options with defaults"
+    ),
     "qtensor/integrations/caches.py::attend": "the interface of attention in transformers",
     "qtensor/integrations/caches.py::make_mask": "the interface of masks in transformers",
     "qtensor/modules/grouped_linear.py::GroupedLinear.__init__": _OPTIONS,
