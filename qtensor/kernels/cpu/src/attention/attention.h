@@ -55,7 +55,7 @@ struct GroupCodes {
 struct AttentionCall {
     const u8* q;  // (batch, groups * heads, queries, k.size), strides in elements
     i64 q_dtype, q_batch, q_head, q_query;
-    void* out;  // (batch, groups * heads, queries, v.size), contiguous, the dtype of q; float32 with `sums`
+    void* out;    // (batch, groups * heads, queries, v.size), contiguous, the dtype of q; float32 with `sums`
     float* sums;  // (batch, groups * heads, queries, 2) for the largest score and the sum of weights by which
                   // `out` is not divided; or null
     i64 batch, heads, groups, queries;
