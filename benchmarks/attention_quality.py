@@ -30,7 +30,9 @@ TITLE = "What attention loses by quantized keys and values"
 TEXT = (
     "Keys and values are appended to a `qtensor.KVCache` in two parts: the first half of the "
     "tokens, which also fixes what first tokens decide (the mean of the keys, the maximum of "
-    "`nvfp4`), and the others. *mean*: `k_mean`. *bits*: of a value, for heads of 128. *dB*: "
+    "`nvfp4`), and the others. *option*: `mean` is `k_mean`, `residual` keeps the last "
+    "{residual} tokens of each query in bfloat16. *bits*: of a value, for heads of 128 and 4096 "
+    "tokens. *dB*: "
     "signal to noise ratio of the attention's output against float32 on the original keys and "
     "values; of the layers of both models, mean over layers and windows; *outliers*: of random "
     "keys of which four channels of each head have a mean of 6 to 12 times the spread of the "
@@ -54,6 +56,8 @@ FORMATS = (
 GPT = small_gpt.Config()
 LLAMA = small_gpt.Config(width=256, heads=4, layers=4, hidden=704, context=256, steps=400)
 KV_HEADS = 2
+RESIDUAL = 32
+OPTIONS = ("none", "mean", "residual")
 Operands = tuple[Tensor, Tensor, Tensor]
 """q (B, Hq, S, D), k (B, H, S, D) and v (B, H, S, D)."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -65,7 +69,7 @@ class Case:
 
     k: str
     v: str
-    mean: bool
+    option: str
 
     @property
     def name(self) -> str:
@@ -76,9 +80,12 @@ class Case:
         """Return an empty cache."""
         packed = qtensor.quantizer("mxfp6", packed=True)
         k_format, v_format = (packed if name == PACKED else name for name in (self.k, self.v))
-        mean = "first" if self.mean else None
         return qtensor.KVCache(
-            batch, heads, size, tokens, k_format=k_format, v_format=v_format, k_mean=mean
+            *(batch, heads, size, tokens),
+            k_format=k_format,
+            v_format=v_format,
+            k_mean="first" if self.option == "mean" else None,
+            residual=RESIDUAL if self.option == "residual" else 0,
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -96,9 +103,8 @@ class Case:
 def cases() -> Iterator[Case]:
     """Yield the rows of the table."""
     for k, v in FORMATS:
-        yield Case(k, v, mean=False)
-        if k != "bfloat16":
-            yield Case(k, v, mean=True)
+        for option in OPTIONS if k != "bfloat16" else OPTIONS[:1]:
+            yield Case(k, v, option)
 
 
 class AttentionBy(TorchFunctionMode):
@@ -257,7 +263,7 @@ def measure(
     operands |= {name: [outliers(tokens, name == "rope")] for name in ("outliers", "rope")}
     rows = []
     for case in cases():
-        row: Row = {"case": case.name, "mean": "on" if case.mean else "off", "bits": case.bits()}
+        row: Row = {"case": case.name, "option": case.option, "bits": case.bits()}
         row |= {f"{name}_db": decibels(case, found) for name, found in operands.items()}
         for name, measured in perplexity.items():
             with AttentionBy(case.attend):
@@ -269,7 +275,7 @@ def measure(
 
 COLUMNS = (
     Column("case", "cache"),
-    Column("mean", "mean"),
+    Column("option", "option"),
     Column("bits", "bits", 2),
     Column("gpt_db", "GPT dB", 1),
     Column("llama_db", "Llama dB", 1),
@@ -300,7 +306,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, exact = measure(models, held_out, windows, tokens)
     millions = {k: sum(p.numel() for p in m.parameters()) / 1e6 for k, (m, _) in models.items()}
     text = TEXT.format(
-        windows=windows, **millions, **{f"plain_{name}": value for name, value in exact.items()}
+        windows=windows,
+        residual=RESIDUAL,
+        **millions,
+        **{f"plain_{name}": value for name, value in exact.items()},
     )
     here = machine.environment(settings.threads, {})
     report = Report("attention_quality", TITLE, text, here, COLUMNS, (), tuple(rows))

@@ -384,3 +384,63 @@ def test_mistakes_of_layers():
     module = make(qkv_format="bshd")
     with pytest.raises(qtensor.QTensorError, match=r"rotary_pos_emb must be \(32 or more"):
         module(torch.randn(B, S, HIDDEN), rotary_pos_emb=torch.zeros(S - 1, 1, 1, SIZE))
+
+
+MASKS = [
+    Mask("no_mask"),
+    Mask("no_mask", (4, 2)),
+    Mask("causal", (7, 0)),
+    Mask("causal_bottom_right"),
+    Mask("padding"),
+    Mask("padding_causal", (5, 0)),
+]
+
+
+@pytest.mark.parametrize("kind", ["attention", "layer"])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: f"{m.kind}{m.window}")
+@pytest.mark.parametrize("at_call", [False, True])
+def test_masks_and_windows_reach_the_attention(kind, mask, at_call):
+    """Given to the constructor or to the call, by the names of Transformer Engine."""
+    names = {"attention": ("attn_mask_type", "qkv_format")}
+    of_type, layout = names.get(kind, ("self_attn_mask_type", "attn_input_format"))
+    options = {of_type: mask.kind, "window_size": mask.options()["window_size"]}
+    module = make(kind, **{layout: "bshd", "bias": False}, **({} if at_call else options))
+    lengths = [S, S - 9] if "padding" in mask.kind else [S, S]
+    given = dict(options) if at_call else {}
+    if "padding" in mask.kind:
+        given["attention_mask"] = (torch.arange(S) >= torch.tensor(lengths)[:, None])[:, None, None]
+    x = torch.randn(B, S, HIDDEN)
+    got = module(x, **given)
+    attention = module if kind == "attention" else module.self_attention
+    source = x.double()
+    if kind == "layer":
+        source = nn.functional.layer_norm(source, (HIDDEN,))
+    q, k, v = (
+        (source @ w.mT).unflatten(-1, (-1, SIZE)).transpose(1, 2) for w in weights(attention)
+    )
+    context = attention64(q, k, v, table(mask, (S, S), [(n, n) for n in lengths]))
+    want = context.transpose(1, 2).flatten(2) @ attention.proj.weight.double().mT
+    if kind == "layer":
+        hidden = x + want.float()
+        want = (hidden + module.layernorm_mlp(hidden)).double()
+    for b, length in enumerate(lengths):
+        assert sqnr(got[b, :length], want[b, :length]) > FLOAT32 - 10
+
+
+@pytest.mark.parametrize("recipe", ["plain", "mxfp8", "mxfp8 attention"])
+def test_a_layer_takes_packed_sequences(recipe):
+    """Each of them has the result that it has alone; blocks of MXFP8 lie within a token."""
+    layer, lengths = make("layer", attn_input_format="thd", num_gqa_groups=GROUPS), (32, 64, 32)
+    x = torch.randn(sum(lengths), HIDDEN)
+    rope = qtensor.RotaryPositionEmbedding(SIZE)(max(lengths))
+    sums = torch.tensor([0, *lengths]).cumsum(0)
+    with region(RECIPES[recipe]()):
+        got = layer(x, cu_seqlens_q=sums, rotary_pos_emb=rope, self_attn_mask_type="padding_causal")
+        for part, result in zip(x.split(lengths), got.split(lengths), strict=True):
+            alone = layer(
+                part,
+                cu_seqlens_q=torch.tensor([0, len(part)]),
+                rotary_pos_emb=rope,
+                self_attn_mask_type="padding_causal",
+            )
+            assert sqnr(result, alone.double()) > (FLOAT32 if recipe != "mxfp8 attention" else 60)

@@ -42,21 +42,21 @@ def test_rows(text, tmp_path, capsys):
     assert quality.main(arguments) == 0
     (path,) = tmp_path.glob("attention_quality*.json")
     data = json.loads(path.read_text())
-    rows = {(row["case"], row["mean"]): row for row in data["rows"]}
+    rows = {(row["case"], row["option"]): row for row in data["rows"]}
     mixed = "fp8_rowwise, mxfp4"
-    assert list(rows) == [("bfloat16", "off"), (mixed, "off"), (mixed, "on")]
+    assert list(rows) == [("bfloat16", "none"), *((mixed, each) for each in quality.OPTIONS)]
     keys = {column.key for column in quality.COLUMNS}
     assert all(row.keys() == keys for row in rows.values())
-    assert rows["bfloat16", "off"]["bits"] == pytest.approx(16, abs=0.01)
-    assert rows[mixed, "off"]["bits"] == pytest.approx((8.25 + 4.25) / 2, abs=0.01)
+    assert rows["bfloat16", "none"]["bits"] == pytest.approx(16, abs=0.01)
+    assert rows[mixed, "none"]["bits"] == pytest.approx((8.25 + 4.25) / 2, abs=0.01)
     for name in ("gpt_db", "llama_db", "outliers_db", "rope_db"):
-        assert rows["bfloat16", "off"][name] > 40 > rows[mixed, "off"][name] > 10
+        assert rows["bfloat16", "none"][name] > 40 > rows[mixed, "none"][name] > 10
     exact = [
         float(value) for value in re.findall(r"quantization: (\S+) and (\S+)\. ", data["text"])[0]
     ]
     for value, name in zip(exact, ("gpt_perplexity", "llama_perplexity"), strict=True):
-        assert rows["bfloat16", "off"][name] == pytest.approx(value, rel=1e-3)
-        assert rows[mixed, "off"][name] != rows["bfloat16", "off"][name]
+        assert rows["bfloat16", "none"][name] == pytest.approx(value, rel=1e-3)
+        assert rows[mixed, "none"][name] != rows["bfloat16", "none"][name]
     saved = {name: path.read_bytes() for name, path in paths.items()}
     assert quality.main(arguments) == 0
     assert saved == {name: path.read_bytes() for name, path in paths.items()}
@@ -78,22 +78,24 @@ def test_the_models_use_the_attention_that_is_measured(text):
 
 
 def test_the_mean_is_that_of_the_first_half(text):
-    """A cache in float32 has the attention of the operands, with and without a mean."""
+    """A cache in float32 has the attention of the operands, with every option."""
     q, k, v = quality.outliers(40, rotary=True, heads=2)
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for mean in (False, True):
-        case = quality.Case("float32", "float32", mean)
+    for option in quality.OPTIONS[:2]:
+        case = quality.Case("float32", "float32", option)
         assert (case.attend(q, k, v) - want).abs().max() < 1e-4
         assert quality.decibels(case, [(q, k, v)]) > 80
-    off, on = (
-        quality.decibels(quality.Case("mxfp4", "bfloat16", m), [quality.outliers(64, rotary=False)])
-        for m in (False, True)
+    none, mean, residual = (
+        quality.decibels(
+            quality.Case("mxfp4", "bfloat16", option), [quality.outliers(64, rotary=False)]
+        )
+        for option in quality.OPTIONS
     )
-    assert on > off + 2
+    assert min(mean, residual) > none + 2
 
 
 def test_the_document_has_the_measured_values():
-    """docs/attention.md repeats columns of the results; keys with and without mean in a cell."""
+    """docs/attention.md repeats columns of the results; the options of a format in a cell."""
     data = json.loads((ROOT / "benchmarks/results/attention_quality_cpu.json").read_text())
     document = (ROOT / "docs/attention.md").read_text()
     digits = {"llama_db": 1, "rope_db": 1, "gpt_perplexity": 3, "llama_perplexity": 3}
