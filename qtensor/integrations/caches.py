@@ -23,10 +23,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from qtensor import checkpoints
-from qtensor.api import Format
-from qtensor.caches import KVCache
+from qtensor.api import Format, dequantize, quantizer
+from qtensor.caches import KVCache, global_value
 from qtensor.checkpoints.layout_base import layouts
 from qtensor.core.errors import UnsupportedError, check, fail
+from qtensor.core.row_format import PLAIN_FORMATS, row_format
 from qtensor.integrations.latent_attention import NewTokens, attend_latent
 from qtensor.storage.ops.attention import attention
 
@@ -35,6 +36,8 @@ NAME = "qtensor"
 _OURS = ("full_attention", "sliding_attention", "chunked_attention")
 _START = 256
 """Tokens for which a cache that grows has room at first."""
+Scales = dict[int, tuple[Tensor | None, Tensor | None]]
+"""Layer -> the global values of keys and of values, float32 (1,); None if the format has none."""
 
 
 class QTensorLayer(CacheLayerMixin):
@@ -213,7 +216,7 @@ class QTensorCache(Cache):
         k_mean: str | None = None,
         residual: int = 0,
         absorbed: bool = False,
-        scales: dict[int, tuple[Tensor, Tensor]] | None = None,
+        scales: Scales | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -227,7 +230,8 @@ class QTensorCache(Cache):
             residual: tokens that each query reads in bfloat16, as in ``KVCache``.
             absorbed: keep the latents of a model with latent attention for
                 ``absorb_latent_attention``, in ``k_format``.
-            scales: factors of keys and values by layer, for the format "fp8" (``kv_scales``).
+            scales: by layer what ``k_global`` and ``v_global`` of ``KVCache`` are: factors of a
+                checkpoint for "fp8" (``kv_scales``), or the result of ``measured_scales``.
 
         Raises:
             QTensorError: ``scales`` lacks a layer, or ``absorbed`` does not fit the model.
@@ -251,18 +255,50 @@ class QTensorCache(Cache):
                 if index not in scales:
                     rule = "scales must have the factors of every layer"
                     fail("QTensorCache", rule, f"none for layer {index}", "Leave scales out")
-                options["k_global"], options["v_global"] = scales[index]
+                options["k_global"], v_global = scales[index]
+                options["v_global"] = None if absorbed else v_global
             layers.append(QTensorLayer(text, own.get("sliding_window") or 0, capacity, options))
         super().__init__(layers=layers)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of the quantized layers."""
-        ours = [layer.cache for layer in self.layers if isinstance(layer, QTensorLayer)]
-        return sum(cache.nbytes for cache in ours if cache is not None)
+        return sum(cache.nbytes for cache in self._caches().values())
+
+    def _caches(self) -> dict[int, KVCache]:
+        """Return the caches that have tokens, by layer."""
+        ours = ((i, layer) for i, layer in enumerate(self.layers))
+        caches = {i: layer.cache for i, layer in ours if isinstance(layer, QTensorLayer)}
+        return {i: cache for i, cache in caches.items() if cache is not None}
+
+    def measured_scales(self, k_format: Format, v_format: Format | None = None) -> Scales:
+        """Return global values with which formats hold all keys and values of this cache.
+
+        To calibrate, let a model process prompts with ``QTensorCache(config, "bfloat16")``.
+
+        Args:
+            k_format: "nvfp4", "fp8", or a format without a global value.
+            v_format: the same for the values; ``k_format`` if None.
+
+        Returns:
+            For the argument ``scales`` of caches of these formats.
+        """
+        formats = (k_format, k_format if v_format is None else v_format)
+        return {
+            index: (_measured(formats[0], cache.keys), _measured(formats[1], cache.values))
+            for index, cache in self._caches().items()
+        }
 
 
-def kv_scales(path: str | os.PathLike[str]) -> dict[int, tuple[Tensor, Tensor]]:
+def _measured(fmt: Format, rows: Tensor) -> Tensor | None:
+    plain = isinstance(fmt, str) and fmt in PLAIN_FORMATS
+    if plain or not row_format(quantizer(fmt).canonical).divisor:
+        return None
+    amax = dequantize(rows).abs().amax().float()
+    return global_value(fmt, amax.clamp(min=2.0**-40))
+
+
+def kv_scales(path: str | os.PathLike[str]) -> Scales:
     """Return the factors of keys and values that a checkpoint stores, by layer.
 
     Args:

@@ -73,12 +73,14 @@ class DotProductAttention(QuantizedModule):
 
     The tensors and formats are those of Transformer Engine with the same option: E4M3 for q, k, v
     and P; the format of gradients for dO and dS (E5M2 under HYBRID). MXFP8 quantizes each operand
-    along the dim of its product, q, k, v and dO thus in both directions. Two things differ.
+    along the dim of its product, q, k, v and dO thus in both directions. Three things differ.
     All factors come from the tensors themselves: Transformer Engine has factors of earlier steps
     for P and dS under ``Float8CurrentScaling``, and for all under ``DelayedScaling``, since its
     fused kernel needs them before it has the values. And P and dS in MXFP8 have a factor per 32
     values here, while cuDNN's kernel decides this by itself, and takes sum(dO O) from O and dO in
-    16 bits where the gradient of the softmax here takes sum(dP P).
+    16 bits where the gradient of the softmax here takes sum(dP P). And its kernel under
+    ``DelayedScaling`` writes the output, dq, dk and dv in FP8, while they have the dtype of the
+    inputs here.
 
     Products are summed in float32, and scores, softmax and its gradient are float32. The derivative
     of quantization counts as 1 (straight-through): backward differentiates the products of the

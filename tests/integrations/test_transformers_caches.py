@@ -189,6 +189,48 @@ def test_factors_of_a_checkpoint(tmp_path):
         QTensorCache(model.config, "fp8", scales={0: scales[0]})
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3 absorbed"])
+@pytest.mark.parametrize("formats", [("nvfp4", None), ("fp8", "nvfp4"), ("mxfp8", "fp8")])
+def test_a_calibrated_cache(name, formats):
+    """The maxima of prompts in bfloat16 fix the global values; the first tokens no longer do."""
+    if "absorbed" in name:
+        formats = formats[:1]
+    model = build(name, torch.bfloat16)
+    plain = cache_of(name, model, "bfloat16")
+    generate(model, plain)
+    scales = plain.measured_scales(*formats)
+    cache = cache_of(name, model, *formats, scales=scales)
+    generate(model, cache, ids=IDS[:, :3], mask=MASK[:, :3])
+    for index, layer in enumerate(cache.layers):
+        state, measured = layer.cache.state_dict(), plain.layers[index].cache
+        for side, text, rows in zip("kv", formats, (measured.keys, measured.values), strict=False):
+            text = text or formats[0]
+            if text == "mxfp8":
+                assert scales[index][0] is None
+            elif f"{side}_global" in state:
+                want = rows.abs().max().float() / (448.0 if text == "fp8" else 1.0)
+                torch.testing.assert_close(state[f"{side}_global"][0], want)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "deepseek-v3 absorbed"])
+def test_generate_compiles_decoding_itself(name):
+    """As it does on a GPU: the prompt in eager mode, one graph for all tokens after it."""
+    model = build(name)
+    want, logits = generate(model, cache_of(name, model, capacity=32))
+    cache, heads = cache_of(name, model, capacity=32), 1 if "deepseek" in name else 2
+    cache.early_initialization(2, heads, 32, torch.float32, torch.device("cpu"))
+    compile_config = transformers.CompileConfig(
+        fullgraph=True, dynamic=False, backend="aot_eager", mode=None
+    )
+    compile_config._compile_all_devices = True  # generate compiles on a CPU only with this
+    torch._dynamo.reset()
+    counters.clear()
+    got, again = generate(model, cache, compile_config=compile_config)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(got, want)
+    torch.testing.assert_close(again, logits)
+
+
 def test_without_a_cache():
     model = build("llama")
     outputs = []

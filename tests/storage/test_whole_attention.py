@@ -37,6 +37,10 @@ CALLS = {
         {"attn_mask": -MASK.bfloat16().expand(B, 1, M, S)},
         {"mask": -MASK.bfloat16().expand(B, 1, M, S)},
     ),
+    "a row without tokens": (
+        {"attn_mask": MASK & (torch.arange(M) != 2)[:, None]},
+        {"mask": (MASK & (torch.arange(M) != 2)[:, None])[None, None]},
+    ),
     "a row": (
         {"attn_mask": MASK[1:2]},
         {"mask": MASK[1:2].expand(1, 1, 1, S)},
@@ -55,6 +59,7 @@ def test_codes_are_read(text, call):
     if call == "added":
         options = {"attn_mask": options["attn_mask"].float()}
     torch.testing.assert_close(got.float(), sdpa(*values, **options), atol=0.02, rtol=0.02)
+    assert got[:, :, 2].any() == (call != "a row without tokens")
 
 
 @formats
