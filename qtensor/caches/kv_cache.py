@@ -31,6 +31,7 @@ class KVCache:
         k_mean: float32 (H, D) or (B, H, D) that is subtracted from the keys, or None.
         capacity: tokens of a sequence that there is room for.
         window: tokens that a query sees, its own the last; 0 for all.
+        residual: tokens that a query reads in bfloat16, its own the last.
     """
 
     def __init__(

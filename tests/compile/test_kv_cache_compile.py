@@ -54,7 +54,7 @@ def test_a_cache_position_as_a_tensor():
 
 
 def test_attention_of_quantized_tensors():
-    """``scaled_dot_product_attention`` reaches the op in compiled code too."""
+    """``scaled_dot_product_attention`` and ``attention`` reach the op in compiled code too."""
     q = rand(1, 4, 3, 32)
     k, v = (qtensor.quantize(rand(1, 2, 9, 32), "mxfp8") for _ in range(2))
 
@@ -63,3 +63,5 @@ def test_attention_of_quantized_tensors():
 
     compiled = torch.compile(call, fullgraph=True)
     assert_same_bytes(compiled(q, k, v), qtensor.attention(q, k, v))
+    own = torch.compile(qtensor.attention, fullgraph=True)
+    assert_same_bytes(own(q, k, v, causal=True), qtensor.attention(q, k, v, causal=True))

@@ -342,7 +342,27 @@ def join_arguments(make: Any) -> dict[str, Any]:
     }
 
 
+def varlen_arguments(make: Any) -> dict[str, Any]:
+    """Return the arguments of a valid call of ``varlen_attention``."""
+    choose = make.random
+    queries, keys = (choose.choices((1, 3, 5), k=2) for _ in range(2))
+    paged, text, form = choose.random() < 0.3, *choose.choices(FORMATS, k=2)
+    lead = (6, 4, 2) if paged else (1, sum(keys), 2)
+    k, v = (empty_side(each, lead, 32).map(lambda t: t if paged else t[0]) for each in (text, form))
+    sums = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0) for n in (queries, keys)]
+    used = torch.tensor(keys) if paged else make.maybe(torch.tensor(keys))
+    return {
+        **{"q": make.floats(sum(queries), 4, 32), "k": k.codes, "k_factors": k.factors},
+        **{"v": v.codes, "v_factors": v.factors, "k_format": text, "v_format": form},
+        **{"cu_seq_q": sums[0], "cu_seq_k": None if paged else sums[1], "max_q": 5, "max_k": 5},
+        **{"scale": 0.1, "before": choose.choice((-1, 0, 2)), "after": choose.choice((-1, 0, 2))},
+        **{"seqused_k": used, "k_global": k.wide, "v_global": v.wide},
+        "block_table": torch.tensor([[5, 0], [2, 3]]) if paged else None,
+    }
+
+
 MAKERS = {
+    "varlen_attention": varlen_arguments,
     "attention": attention_arguments,
     "attention_part": lambda make: {**attention_arguments(make), "sinks": None},
     "join_attention": join_arguments,

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from formats import assert_same_bytes, rand
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import qtensor
 
@@ -221,6 +222,25 @@ def test_wrong_sequences_name_the_rule(change, rule):
     }
     with pytest.raises(qtensor.QTensorError, match=rule):
         qtensor.varlen_attention(**arguments)
+
+
+def test_compiled_code_packs_other_lengths_in_one_graph():
+    """Lengths are read when the graph runs; shapes and the largest lengths may differ."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def call(q, k, v, starts, ends, max_q, max_k):
+        return qtensor.varlen_attention(q, k, v, starts, ends, max_q, max_k, enable_gqa=True)
+
+    for queries, keys in ((QUERIES, KEYS), ((2, 5, 1, 3), (8, 9, 2, 4)), ((4, 4), (11, 12))):
+        q = rand(sum(queries), HQ, D)
+        k, v = (qtensor.quantize(rand(sum(keys), H, D), "mxfp8") for _ in range(2))
+        arguments = (q, k, v, cumulative(queries), cumulative(keys), max(queries), max(keys))
+        assert_same_bytes(call(*arguments), qtensor.varlen_attention(*arguments, enable_gqa=True))
+    with pytest.raises(qtensor.QTensorError, match="max_k must be at least the 12 keys"):
+        call(*arguments[:-1], 10)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(

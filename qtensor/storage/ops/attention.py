@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtensor.core.compile_constants import compile_constant
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, check, fail
 from qtensor.core.quantizer_registry import usage_part
 from qtensor.core.row_format import PLAIN_FORMATS, row_format
@@ -117,15 +119,30 @@ def stored(name: str, t: TensorOrStorage) -> Stored:
             fail("attention", rule, t.dtype, "Convert it", ArgumentTypeError)
         rows = t if t.stride(-1) == 1 else t.contiguous()
         return Stored(rows, None, None, _NAMES[t.dtype])
-    canonical = t._quantizer.canonical
+    rows, buffers = _rowwise(t._quantizer.canonical, name), t.buffers()
+    codes, *others = [buffers[i] for i in rows.slots]
+    wide = others.pop() if rows.has_wide else None
+    if not rows.has_factors:
+        return Stored(codes, None, wide, rows.format)
+    lead, size = t.shape[:-1], t.shape[-1]
+    factors = others[0][: math.prod(lead), : size // rows.block if rows.block else 1]
+    return Stored(codes, factors.unflatten(0, lead), wide, rows.format)
+
+
+class _Rowwise(NamedTuple):
+    """Which buffers of a quantizer hold its rows, and what they are."""
+
+    slots: tuple[int, ...]
+    format: str
+    has_factors: bool
+    has_wide: bool
+    block: int
+
+
+@compile_constant
+def _rowwise(canonical: str, name: str) -> _Rowwise:
     slots, text = usage_part(canonical, "rowwise")
     rule, fix = f"{name} must have rowwise data", "Quantize it with rowwise=True"
     check(bool(slots), "attention", rule, canonical, fix)
-    form, buffers = row_format(text), t.buffers()
-    codes, *others = [buffers[i] for i in slots]
-    wide = others.pop() if form.divisor else None
-    if form.factor is None:
-        return Stored(codes, None, wide, form.text)
-    lead = t.shape[:-1]
-    factors = others[0][: lead.numel(), : form.factors(t.shape[-1])]
-    return Stored(codes, factors.unflatten(0, lead), wide, form.text)
+    form = row_format(text)
+    return _Rowwise(slots, form.text, form.factor is not None, form.divisor > 0, form.block)
