@@ -69,6 +69,19 @@ def test_the_bytes_of_values_stored_apart(text, kind):
     assert cache.nbytes < 0.7 * apart.nbytes
 
 
+@pytest.mark.parametrize("text", ["fp8_rowwise", "nvfp4"])
+def test_the_sizes_of_deepseek(text):
+    """16 heads of queries for one of 512 + 64 elements; every size has a kernel."""
+    q, k = (rand(1, heads, 40, 576, seed=heads).bfloat16() for heads in (16, 1))
+    options = {"k_format": text, "k_global": 4.0 if text == "nvfp4" else None}
+    cache = qtensor.KVCache(1, 1, 576, 64, v_head_size=512, latent=True, **options)
+    got = cache.update(q, k, None)
+    keys = qtensor.dequantize(cache.keys)[:, :, :40].float()
+    exact = qtensor.attention(q.float(), keys, keys[..., :512], causal=True)
+    assert got.shape == (1, 16, 40, 512)
+    torch.testing.assert_close(got.float(), exact, atol=0.02, rtol=0.02)
+
+
 def test_absorbed_projections_are_latent_attention():
     """The recipe of docs/attention.md: queries in the latent space, values projected last."""
     size, generator = 32, torch.Generator().manual_seed(0)
