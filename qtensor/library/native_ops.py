@@ -50,7 +50,7 @@ _QUANTIZERS: dict[str, CDescription] = {}
 _MADE: dict[tuple[Any, str], Any] = {}
 """Twins and plans by the function that makes them and the text."""
 _CPU = torch.device("cpu")
-_FEW_ROWS, _DECODE = 1, 2
+_FEW_ROWS, _DECODE, _INTEGER = 1, 2, 4
 
 
 # ---- what C++ asks
@@ -168,7 +168,7 @@ def _text_at(address: int | None) -> str:
 def _choice_of(problem: CProblem) -> int:
     """Return the backends with which C++ computes a product, as bits of `enum Choice`.
 
-    If both bits are set, few rows are tried first. 0 leaves the product to Python.
+    If two bits are set, few rows are tried first. 0 leaves the product to Python.
     """
     # Only a product needs the backends.
     from qtensor.kernels.products import choice  # noqa: PLC0415
@@ -183,6 +183,8 @@ def _choice_of(problem: CProblem) -> int:
     b = texts[1], b_shape, DTYPES[problem.b_dtype]
     call = choice.ProductCall(a, b, layout, DTYPES[problem.dtype], _CPU, False, bias)
     first, *others = choice.choice_of(call).runners
+    if first.name == "integer":
+        return _INTEGER
     if first.name == "reference":
         return _DECODE
     if not isinstance(first, choice.FewRows) or first.mirrored is not None:
@@ -252,7 +254,15 @@ def _raising(op: Callable[..., Any]) -> Callable[..., Any]:
 # ---- registration
 
 _PYTHON = torch.library.Library("qtensor_python", "DEF")
-_FUNCTIONS = ("qt_quantize", "qt_dequantize", "qt_linear", "qt_sum_rows", "qt_finish", "qt_widen")
+_FUNCTIONS = (
+    "qt_quantize",
+    "qt_dequantize",
+    "qt_linear",
+    "qt_integer_products",
+    "qt_sum_rows",
+    "qt_finish",
+    "qt_widen",
+)
 """Functions of the kernels that C++ calls, in the order of `struct Kernels` of description.h."""
 
 

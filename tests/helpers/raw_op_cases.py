@@ -157,7 +157,7 @@ def _dequantize_inplace(make: Maker) -> Arguments:
 def _gemm(make: Maker) -> Arguments:
     layout, n = make.random.choice(("TN", "NN", "NT")), make.random.choice((32, 48))
     operands = make.pair(layout, make.rows, n, make.columns)
-    backends = ("auto", "auto", "auto", "reference", "dequant", "tiles", "dot_products", "few_rows")
+    backends = ("auto", "auto", "auto", "reference", "dequant", "tiles", "dot_products", "integer")
     return {
         **operands,
         "layout": layout,

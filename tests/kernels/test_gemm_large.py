@@ -16,7 +16,7 @@ from native_cases import threads
 import qtensor
 from benchmarks.memory import RESET, peak_mib
 from qtensor.kernels.cpu import native
-from qtensor.kernels.products import dot_products, tiles
+from qtensor.kernels.products import dot_products, integer, tiles
 from qtensor.library import native_ops
 from tests.kernels.test_gemm import assert_product, values
 
@@ -26,8 +26,13 @@ need.
 """
 
 
+def refuse_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer, "integer_products_", lambda *_: False)
+
+
 def refuse_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave products to the backends behind `few_rows`."""
+    """Leave products to the backends behind `integer` and `few_rows`."""
+    refuse_integers(monkeypatch)
     linear_ = native.linear_
     monkeypatch.setattr(native, "linear_", lambda *args, few=False: not few and linear_(*args))
     dot_products.is_available(native.linear_)
@@ -38,6 +43,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "dot products":
         refuse_few_rows(monkeypatch)
     if request.param == "float32 tiles":
+        refuse_integers(monkeypatch)
         monkeypatch.setattr(native, "linear_", lambda *args, few=False: False)
         monkeypatch.setattr(tiles, "TILE_BYTES", 100 * K * 4)
     with native_ops.left_to_python():

@@ -19,7 +19,7 @@ class Library:
 
     Attributes:
         handle: the library, for its functions without an attribute of their own.
-        linear, quantize, dequantize: functions of c_interface.cpp.
+        linear, integer_products, quantize, dequantize: functions of c_interface.cpp.
 
     Raises:
         OSError: the system cannot load the library, or it is not one of this version of qtensor.
@@ -29,6 +29,7 @@ class Library:
         handle = _opened(path, _ARGUMENTS)
         self.handle = handle
         self.linear = handle.qt_linear
+        self.integer_products = handle.qt_integer_products
         self.quantize = handle.qt_quantize
         self.dequantize = handle.qt_dequantize
 
@@ -53,7 +54,9 @@ def _opened(path: str, names: Iterable[str]) -> ctypes.CDLL:
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("qt_quantize", "qt_dequantize", "qt_linear"), (ctypes.c_char_p,)),
+    **dict.fromkeys(
+        ("qt_quantize", "qt_dequantize", "qt_linear", "qt_integer_products"), (ctypes.c_char_p,)
+    ),
     **dict.fromkeys(("qt_norm", "qt_sum_rows", "qt_activation"), (_POINTER, _SIZE)),
     "qt_fused": (_POINTER, _POINTER, _SIZE, ctypes.c_char_p),
     "qt_finish": (_POINTER,),

@@ -96,6 +96,10 @@ class Pieces:
         """Run `qt_linear`."""
         return self._run(Piece("linear"), "qt_linear", packed)
 
+    def integer_products(self, packed: bytes) -> int:
+        """Run `qt_integer_products`."""
+        return self._run(Piece("integer_products"), "qt_integer_products", packed)
+
     def qt_norm(self, call: Any, dtype: int) -> int:
         """Run the function of this name."""
         return self._run(Piece("norm", _DTYPES[dtype]), "qt_norm", call, dtype)

@@ -22,14 +22,14 @@ ISAS = ("avx512", "avx2", "baseline")
 _FLAGS = {
     "avx512": (
         "-DQT_ISA=512",
-        *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2")),
+        *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "vnni")),
         "-mf16c",
     ),
     "avx2": ("-DQT_ISA=2", "-mavx2", "-mfma", "-mf16c"),
     "baseline": ("-DQT_ISA=0",),
 }
 _NEEDS = {
-    "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vbmi", "avx512_vbmi2"),
+    "avx512": tuple(f"avx512_{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "vnni")),
     "avx2": ("avx2", "fma3", "f16c"),
     "baseline": (),
 }
@@ -99,7 +99,7 @@ def choose_isa() -> str:
 def units(isa: str) -> tuple[Unit, ...]:
     """Return the compilations of an instruction set: the C interface, and each kernel by dtype."""
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
-    names = ("c_interface", "linear", "few_rows", "finish")
+    names = ("c_interface", "linear", "few_rows", "integer_products", "finish")
     all_units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in names]
     if isa == "avx512":
         # Its functions are called on CPUs that have these instructions.
@@ -131,16 +131,19 @@ def build_spec(isa: str) -> BuildSpec:
     )
 
 
-_PRODUCTS = {"linear", "few_rows", "few_rows_bfloat16"}
-"""Units of the piece "linear"."""
+_UNITS = {
+    "linear": {"linear", "few_rows", "few_rows_bfloat16"},
+    "integer_products": {"integer_products"},
+}
+"""Units of the pieces that serve all dtypes."""
 
 
 class Piece(NamedTuple):
     """A piece of the library that can be compiled alone.
 
     Attributes:
-        function: the function of c_interface.cpp: "quantize", "dequantize", "linear", "norm" (sums
-            of rows too) or "activation".
+        function: the function of c_interface.cpp: "quantize", "dequantize", "linear",
+            "integer_products", "norm" (sums of rows too) or "activation".
         dtype: "Float32", "Bfloat16" or "Float16"; "" for all dtypes.
         format: `format_number` of structs.h; None for all formats.
     """
@@ -155,7 +158,7 @@ def piece_spec(isa: str, piece: Piece) -> BuildSpec:
     flags = ["-O1", "-DQT_PIECE", f"-DQT_{piece.function.upper()}"]
     flags += [f"-DQT_DTYPE={piece.dtype}"] * bool(piece.dtype)
     flags += [f"-DQT_FORMAT={piece.format}"] * (piece.format is not None)
-    kernels = {f"{piece.function}_{piece.dtype}"} if piece.dtype else _PRODUCTS
+    kernels = {f"{piece.function}_{piece.dtype}"} if piece.dtype else _UNITS[piece.function]
     chosen = tuple(
         dataclasses.replace(unit, flags=(*unit.flags, *flags))
         for unit in units(isa)

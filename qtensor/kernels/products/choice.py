@@ -19,6 +19,7 @@ from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.kernels.products.dequant import Dequant
 from qtensor.kernels.products.dot_products import DotProducts
 from qtensor.kernels.products.few_rows import FewRows
+from qtensor.kernels.products.integer import IntegerProducts
 from qtensor.kernels.products.problem import (
     GemmSide,
     OperandFacts,
@@ -125,6 +126,7 @@ TABLE: dict[str, Callable[[Problem], Runner | Missing | str]] = {
     "cutlass": _cutlass,
     "scaled_mm": _unless_refused(ScaledMM),
     "dequant": _unless_refused(Dequant),
+    "integer": _unless_refused(IntegerProducts),
     "few_rows": _unless_refused(FewRows),
     "dot_products": _unless_refused(DotProducts),
     "tiles": _unless_refused(Tiles),

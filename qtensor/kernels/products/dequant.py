@@ -11,7 +11,12 @@ from torch import Tensor
 from qtensor.core.quantizer_registry import by_name
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
-from qtensor.kernels.products.problem import SCALAR_FORMATS, GemmSide, Problem
+from qtensor.kernels.products.problem import (
+    SCALAR_FORMATS,
+    GemmSide,
+    Problem,
+    rotations_cancel,
+)
 from qtensor.kernels.products.reading import without_line_factors
 from qtensor.reference.gemm import matmul
 
@@ -41,7 +46,7 @@ def _exact_dtypes(problem: Problem, operand: GemmSide) -> tuple[torch.dtype, ...
             return "factors of blocks that are no powers of two do not fit 16 bits"
         return (torch.bfloat16,)
     if label == "nvfp4":
-        if operand.rotated and not _rotations_cancel(problem):
+        if operand.rotated and not rotations_cancel(problem):
             return "one operand alone is rotated (with_rht)"
         if operand.option("row_scaled") and not _amax_follows(operand):
             return "factors run along the contraction"
@@ -49,13 +54,6 @@ def _exact_dtypes(problem: Problem, operand: GemmSide) -> tuple[torch.dtype, ...
     if quantizer.spec.scale == "e8m0":
         return (torch.bfloat16,)
     return f"{label} is not known to fit 16 bits"
-
-
-def _rotations_cancel(problem: Problem) -> bool:
-    """Return True if both sides are rotated alike along the contraction, which cancels."""
-    a, b = problem.a, problem.b
-    alike = a.option("with_random_sign_mask") == b.option("with_random_sign_mask")
-    return a.rotated and b.rotated and alike and problem.sizes[3] % 16 == 0 and not problem.batched
 
 
 def _amax_follows(operand: GemmSide) -> bool:

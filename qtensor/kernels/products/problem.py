@@ -198,6 +198,13 @@ class Problem:
         )
 
 
+def rotations_cancel(problem: Problem) -> bool:
+    """Return True if both sides are rotated alike along the contraction, which cancels."""
+    a, b = problem.a, problem.b
+    alike = a.option("with_random_sign_mask") == b.option("with_random_sign_mask")
+    return a.rotated and b.rotated and alike and problem.sizes[3] % 16 == 0 and not problem.batched
+
+
 def global_buffer(quantizer: QuantizerLike, side: str) -> str | None:
     """Return the buffer from which a decode of ``side`` gets the tensor-wide factor (NVFP4).
 

@@ -16,6 +16,7 @@ template <class D>
 bool dequantize_as(const CQuantizer& quantizer, const DequantizeCall& call);
 bool linear(const CQuantizer& quantizer, const LinearCall& call);
 bool few_rows(const CQuantizer& quantizer, const LinearCall& call);
+bool integer_products(const IntegerArguments& call);
 template <class D>
 void norm_as(const NormCall& call);
 template <class D>
@@ -33,12 +34,13 @@ using namespace QT_NAMESPACE;
 #define QT_QUANTIZE
 #define QT_DEQUANTIZE
 #define QT_LINEAR
+#define QT_INTEGER_PRODUCTS
 #define QT_NORM
 #define QT_ACTIVATION
 #define QT_FUSED
 #endif
 
-constexpr int ABI = 6;
+constexpr int ABI = 7;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
 template <class Arguments>
@@ -107,6 +109,18 @@ int qt_linear(const void* packed) {
     const KeepDenormals scope;
     try {
         return (a.few ? few_rows : linear)(*a.quantizer, call) ? DONE : NO_KERNEL;
+    } catch (const std::bad_alloc&) {
+        return OUT_OF_MEMORY;
+    }
+}
+#endif
+
+#ifdef QT_INTEGER_PRODUCTS
+// a @ b.T of two operands of 4- or 6-bit codes.
+int qt_integer_products(const void* packed) {
+    const KeepDenormals scope;
+    try {
+        return integer_products(unpack<IntegerArguments>(packed)) ? DONE : NO_KERNEL;
     } catch (const std::bad_alloc&) {
         return OUT_OF_MEMORY;
     }

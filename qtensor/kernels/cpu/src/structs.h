@@ -163,6 +163,26 @@ struct LinearArguments {
     void* y;
     i64 dtype, few;
 };
+// An operand of a product of integers, as lines along the contraction. Strides count bytes; those of a line's
+// bytes or of lines are 1.
+struct LinesOfCodes {
+    const u8* codes;
+    i64 line_stride, byte_stride;
+    const u8* scales;
+    i64 scale_line_stride, scale_block_stride;
+    i64 tiles;             // 128x4 tiles of factors beside each other; 0: strides count
+    const float* factors;  // that follow the sums: one, or one a line (factor_step 1), or null
+    i64 factor_step;
+};
+// y (m, n) = a (m, k) @ b (n, k).T, plus bias, both of 4- or 6-bit codes.
+struct IntegerArguments {
+    const CQuantizer *a_quantizer, *b_quantizer;
+    LinesOfCodes a, b;
+    i64 m, k, n, threads;
+    const float* bias;
+    void* y;
+    i64 dtype;
+};
 // y (rows, cols) = x * (a * b) + bias, rounded once. a and b are one factor each; null counts as 1.
 struct FinishCall {
     const float* x;

@@ -66,7 +66,7 @@ struct Problem {
     bool operator==(const Problem& o) const { return memcmp(this, &o, sizeof o) == 0; }
 };
 // Bits of a choice; none: Python computes the product.
-enum Choice { FEW_ROWS = 1, DECODE = 2 };
+enum Choice { FEW_ROWS = 1, DECODE = 2, INTEGER = 4 };
 
 // Return what Python describes, or null if it describes no such text. The result is never freed.
 const Description* quantizer_of(std::string_view text);
@@ -82,6 +82,7 @@ struct Kernels {
     int (*quantize)(const QuantizeArguments*);
     int (*dequantize)(const DequantizeArguments*);
     int (*linear)(const LinearArguments*);
+    int (*integer_products)(const IntegerArguments*);
     int (*sum_rows)(const NormCall*, i64 dtype);
     void (*finish)(const FinishCall*);
     void (*widen)(const void* x, i64 dtype, i64 n, float* y);

@@ -1,8 +1,8 @@
 // The ops gemm, weight_gemm, linear_forward and linear_backward.
 //
-// Python chooses who computes a product (products/choice.py). These ops compute the products of two of its
-// backends: few rows, and both operands decoded to float32 and multiplied by torch's own mm, whose sums have
-// the same order as in Python under every setting of torch.
+// Python chooses who computes a product (products/choice.py). These ops compute the products of three of its
+// backends: few rows, codes multiplied as integers, and both operands decoded to float32 and multiplied by
+// torch's own mm, whose sums have the same order as in Python under every setting of torch.
 #include <algorithm>
 
 #include "steps.h"
@@ -10,6 +10,9 @@
 namespace ops {
 
 namespace {
+
+// Up to this many products of elements, one thread computes them (integer_products.py).
+constexpr i64 ONE_THREAD_PRODUCTS = 1 << 23;
 
 // An operand of a product: a plain tensor, or a quantized one by its buffers.
 struct Operand {
@@ -167,6 +170,52 @@ bool multiply_few_rows(const Product& p, Operand& a, const Weight& weight, void*
     return kernels.linear(&l) == 0;
 }
 
+// ---- integers
+
+// An operand whose buffers are those of a whole tensor, as lines along the contraction.
+bool read_lines(Operand& o, Direction direction, Scratch& scratch, LinesOfCodes& lines) {
+    if (!o.find(direction)) return false;
+    const bool columns = o.d->columnwise[direction];
+    const i64 count = direction == BY_COLUMNS ? o.shape.cols() : o.shape.rows();
+    for (i32 i = 0; i < o.d->slots; i++) {
+        const Slot& slot = o.d->slot[i];
+        const bool is_data = slot.position == (columns ? 4 : 0),
+                   is_scale = slot.position == (columns ? 5 : 1);
+        if (!is_data && !is_scale) continue;
+        // Lines lie across the last dim if it is theirs.
+        const BufferShape whole(slot, o.shape);
+        const i64 last = whole.shape.cols();
+        const bool across = direction == BY_COLUMNS && slot.dim[slot.dims - 1].axis == COLS;
+        i64& line = is_data ? lines.line_stride : lines.scale_line_stride;
+        i64& along = is_data ? lines.byte_stride : lines.scale_block_stride;
+        line = across ? 1 : last, along = across ? last : 1;
+        // Tiles are those of lines and blocks in both directions; four blocks a tile.
+        if (is_scale && o.d->quantizer.swizzled)
+            lines.tiles = (across ? whole.shape.size[whole.shape.dim - 2] : last) / 4;
+        (is_data ? lines.codes : lines.scales) = (const u8*)o.at.at[slot.position];
+    }
+    const float* global = (const float*)o.at.at[o.d->stores_global ? 9 + columns : columns ? 6 : 2];
+    if (!global) return true;
+    const i64 factors = o.d->quantizer.row_scaled ? count : 1;
+    float* divided = scratch.floats(factors);
+    for (i64 i = 0; i < factors; i++) divided[i] = global[i] / o.d->quantizer.global_divisor;
+    lines.factors = divided, lines.factor_step = o.d->quantizer.row_scaled;
+    return true;
+}
+
+bool multiply_integers(const Product& p, Operand& a, Operand& b, void* y, Scratch& scratch) {
+    IntegerArguments call{};
+    if (!read_lines(a, p.layout == NT ? BY_COLUMNS : BY_ROWS, scratch, call.a)) return false;
+    if (!read_lines(b, p.layout == TN ? BY_ROWS : BY_COLUMNS, scratch, call.b)) return false;
+    call.a_quantizer = &a.d->quantizer, call.b_quantizer = &b.d->quantizer;
+    u32 threads = 1;
+    if (p.m * p.n * p.k > ONE_THREAD_PRODUCTS) check(torch.torch_get_num_threads(&threads));
+    call.m = p.m, call.k = p.k, call.n = p.n, call.threads = threads;
+    call.bias = p.bias_values(scratch);
+    call.y = y, call.dtype = p.dtype;
+    return kernels.integer_products(&call) == 0;
+}
+
 // ---- decoded operands
 
 // The float32 values of an operand; `factor` is one that they lack.
@@ -223,6 +272,7 @@ bool multiply_decoded(const Product& p, Operand& a, Operand& b, Handle out, void
 
 // Computes a product that is planned. `out` is the result if it is a matrix, else null.
 bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch) {
+    if (p.choice & INTEGER) return multiply_integers(p, a, b, y, scratch);
     if (p.choice & FEW_ROWS) {
         Weight weight;
         const Reach reach = weight_of(b, p.layout, weight);
