@@ -29,7 +29,7 @@ checkpoints.add_commands(app)
 
 Arch = Annotated[
     str | None,
-    typer.Option(metavar="ARCH", help="GEMMs for sm_90a (Hopper), sm_100a (Blackwell) or sm_120a."),
+    typer.Option(metavar="ARCH", help="GEMMs for sm_90a (Hopper), sm_100f (Blackwell) or sm_120f."),
 ]
 RecipeName = Annotated[
     str | None,

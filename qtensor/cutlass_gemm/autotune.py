@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,15 @@ from qtensor.build.cache import cache_dir
 from qtensor.core.buffer_shapes import ceil_div
 from qtensor.core.errors import check
 from qtensor.cutlass_gemm import library, scale_tiles, tuning
+from qtensor.cutlass_gemm.device_timer import Call, copies_for, time_in_turns
 from qtensor.cutlass_gemm.launch import Kernel, Launcher, Tensors
 from qtensor.cutlass_gemm.spec import BITS, OUTPUTS, KernelSpec
 from qtensor.cutlass_gemm.tuning import Want
 
 Sizes = tuple[int, int, int]
-Timer = Callable[[Callable[[], None]], float]
-"""Runs a call several times and returns the microseconds that one takes."""
+Timer = Callable[[Mapping[str, Sequence[Call]], torch.device], dict[str, float]]
+"""Returns the microseconds of a call of each function, whose operands rotate: ``time_in_turns``."""
 
-_WARM_UP, _CALLS = 3, 20
 _FLOATS = {name: dtype for dtype, name in OUTPUTS.items()}
 
 
@@ -61,7 +62,7 @@ def autotune(
     device: torch.device,
     *,
     name: str,
-    timer: Timer | None = None,
+    timer: Timer = time_in_turns,
 ) -> list[Choice]:
     """Time every built kernel for each kind of product and each size, and store the fastest.
 
@@ -72,39 +73,46 @@ def autotune(
         sizes: (M, N, K) of each product.
         device: device to run on.
         name: name of the device; each device has its own file.
-        timer: measures a call; by default with CUDA events.
+        timer: measures calls.
 
     Raises:
         QTensorError: no kernel is built for any of the products.
     """
-    timer = timer or _time_on_gpu
     choices = []
     for want in wanted:
         for size in sizes:
             times = _times(want, size, device, timer)
             if times:
                 choices.append(Choice(want, size, times))
-                tuning.remember(want, size, choices[-1].best)
     rule = "a built kernel must be able to compute at least one of the products"
     fix = "Run: qtensor kernels build --arch ... --recipe ..."
     check(bool(choices), "autotune", rule, "no such kernel in the cache", fix)
+    tuning.remember({(choice.want, choice.sizes): choice.best for choice in choices})
     write(name, choices)
     return choices
 
 
 def _times(want: Want, size: Sizes, device: torch.device, timer: Timer) -> dict[str, float]:
-    times: dict[str, float] = {}
     built = library.built_specs()
-    tensors = None
+    launchers: dict[str, Launcher] = {}
+    sets: list[Tensors] = []
     for spec in tuning.candidates(want):
         if spec.name not in built or spec.refusal(*size) is not None:
             continue
         kernel = library.load(spec)
         if not isinstance(kernel, Kernel):
             continue
-        tensors = tensors or random_tensors(spec, size, device)
-        launcher = Launcher(kernel, (1, *size), device, processors=_processors(device))
-        times[spec.name] = timer(lambda run=launcher, on=tensors: run(on))  # type: ignore[misc]
+        if not sets:
+            first = random_tensors(spec, size, device)
+            copies = copies_for(first.bytes, device)
+            sets = [first, *(random_tensors(spec, size, device) for _ in range(copies - 1))]
+        processors = _processors(device)
+        launchers[spec.name] = Launcher(kernel, (1, *size), device, processors=processors)
+    functions = {
+        name: [functools.partial(launcher, on) for on in sets]
+        for name, launcher in launchers.items()
+    }
+    times = timer(functions, device) if functions else {}
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
@@ -147,18 +155,6 @@ def random_tensors(spec: KernelSpec, size: Sizes, device: torch.device) -> Tenso
     return Tensors(a, b, out, sfa, sfb)
 
 
-def _time_on_gpu(call: Callable[[], None]) -> float:
-    for _ in range(_WARM_UP):
-        call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(_CALLS):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000.0 / _CALLS
-
-
 # ---------------------------------------------------------------------------- the file of choices
 
 
@@ -168,18 +164,22 @@ def path_for(name: str) -> Path:
 
 
 def write(name: str, choices: Sequence[Choice]) -> Path:
-    """Add choices to a device's file; each replaces an older one for its product and size."""
+    """Add choices to a device's file; each replaces an older one for its product and size.
+
+    Choices of another driver or CUDA version are dropped.
+    """
     known = {_identity(row): row for row in _rows(path_for(name), name)}
+    keys = _keys()
     for choice in choices:
         row = {
             "want": dataclasses.asdict(choice.want),
             "sizes": list(choice.sizes),
             "kernel": choice.best,
-            "library": _key_of(choice.best),
+            "library": keys.get(choice.best),
             "microseconds": choice.times,
         }
         known[_identity(row)] = row
-    content = json.dumps({"device": name, "choices": list(known.values())}, indent=1)
+    content = json.dumps({**_facts(name), "choices": list(known.values())}, indent=1)
     path = path_for(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
@@ -192,26 +192,44 @@ def write(name: str, choices: Sequence[Choice]) -> Path:
 def read(name: str) -> int:
     """Load a device's file and return how many of its choices apply.
 
-    A choice applies if the cache still holds the kernel that it names.
+    A choice applies if the cache still holds the kernel that it names, and driver and CUDA version
+    are those with which it was measured.
     """
-    count = 0
-    for row in _rows(path_for(name), name):
+    rows = _rows(path_for(name), name)
+    keys = _keys() if rows else {}
+    found: dict[tuple[Want, Sizes], str] = {}
+    for row in rows:
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            if row["library"] != _key_of(row["kernel"]):
+            if row["library"] is None or row["library"] != keys.get(row["kernel"]):
                 continue
             want = dict(row["want"])
             want["block"] = tuple(want["block"])
             m, n, k = row["sizes"]
-            tuning.remember(Want(**want), (m, n, k), row["kernel"])
-            count += 1
-    return count
+            found[Want(**want), (m, n, k)] = row["kernel"]
+    tuning.remember(found)
+    return len(found)
+
+
+def _facts(name: str) -> dict[str, Any]:
+    """Return what a measurement depends on besides product and library."""
+    return {"device": name, "driver": _driver(), "cuda": torch.version.cuda}
+
+
+@functools.cache
+def _driver() -> str | None:
+    """Return the first line about the driver of NVIDIA that runs, or None."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
 
 
 def _rows(path: Path, name: str) -> list[dict[str, Any]]:
-    """Return the choices in a file; an empty list if it is unreadable or for another device."""
+    """Return the choices in a file; an empty list if it is unreadable or of other ``_facts``."""
     try:
         content = json.loads(path.read_text())
-        return list(content["choices"]) if content["device"] == name else []
+        same = all(content[key] == value for key, value in _facts(name).items())
+        return list(content["choices"]) if same else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -220,7 +238,7 @@ def _identity(row: dict[str, Any]) -> str:
     return json.dumps([row.get("want"), row.get("sizes")], sort_keys=True)
 
 
-def _key_of(kernel: str) -> str | None:
-    """Return the key of a kernel's library in the cache, or None if it is not built."""
-    path = library.built_specs().get(kernel)
-    return None if path is None else path.parent.name.rpartition("-")[2]
+def _keys() -> dict[str, str]:
+    """Return built kernel -> the key of its library in the cache."""
+    built = library.built_specs().items()
+    return {kernel: path.parent.name.rpartition("-")[2] for kernel, path in built}

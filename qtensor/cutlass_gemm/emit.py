@@ -16,7 +16,7 @@ from qtensor.core.version import install_command
 from qtensor.cutlass_gemm.spec import KernelSpec
 
 FOLDER = Path(__file__).parent
-HEADERS = tuple(FOLDER / f"qt_gemm_{name}.h" for name in ("abi", "driver", "epilogue"))
+HEADERS = tuple(FOLDER / f"qt_gemm_{name}.h" for name in ("abi", "driver", "epilogue", "errors"))
 _FIX = f"Run: {install_command('cutlass-build')}"
 
 _SCHEDULES = {
@@ -24,20 +24,20 @@ _SCHEDULES = {
     ("fp8", "sm_90a", "pingpong"): "TmaWarpSpecializedPingpong",
     ("fp8_blockwise", "sm_90a", "cooperative"): "BlockwiseTmaWarpSpecializedCooperative",
     ("fp8_blockwise", "sm_90a", "pingpong"): "BlockwiseTmaWarpSpecializedPingpong",
-    ("fp8", "sm_100a", "1sm"): "TmaWarpSpecialized1SmSm100",
-    ("fp8", "sm_100a", "2sm"): "TmaWarpSpecialized2SmSm100",
-    ("fp8_blockwise", "sm_100a", "1sm"): "BlockwiseTmaWarpSpecialized1SmSm100",
-    ("fp8_blockwise", "sm_100a", "2sm"): "BlockwiseTmaWarpSpecialized2SmSm100",
-    ("mxfp8", "sm_100a", "1sm"): "Mxf8f6f4TmaWarpSpecialized1SmSm100",
-    ("mxfp8", "sm_100a", "2sm"): "Mxf8f6f4TmaWarpSpecialized2SmSm100",
-    ("mxfp4", "sm_100a", "1sm"): "Mxf4TmaWarpSpecialized1SmSm100",
-    ("mxfp4", "sm_100a", "2sm"): "Mxf4TmaWarpSpecialized2SmSm100",
-    ("nvfp4", "sm_100a", "1sm"): "Nvf4TmaWarpSpecialized1SmSm100",
-    ("nvfp4", "sm_100a", "2sm"): "Nvf4TmaWarpSpecialized2SmSm100",
-    ("mxfp8", "sm_120a", "cooperative"): "Mxf8f6f4TmaWarpSpecializedCooperativeSm120",
-    ("mxfp8", "sm_120a", "pingpong"): "Mxf8f6f4TmaWarpSpecializedPingpongSm120",
-    ("nvfp4", "sm_120a", "cooperative"): "Nvf4TmaWarpSpecializedCooperativeSm120",
-    ("nvfp4", "sm_120a", "pingpong"): "Nvf4TmaWarpSpecializedPingpongSm120",
+    ("fp8", "sm_100f", "1sm"): "TmaWarpSpecialized1SmSm100",
+    ("fp8", "sm_100f", "2sm"): "TmaWarpSpecialized2SmSm100",
+    ("fp8_blockwise", "sm_100f", "1sm"): "BlockwiseTmaWarpSpecialized1SmSm100",
+    ("fp8_blockwise", "sm_100f", "2sm"): "BlockwiseTmaWarpSpecialized2SmSm100",
+    ("mxfp8", "sm_100f", "1sm"): "Mxf8f6f4TmaWarpSpecialized1SmSm100",
+    ("mxfp8", "sm_100f", "2sm"): "Mxf8f6f4TmaWarpSpecialized2SmSm100",
+    ("mxfp4", "sm_100f", "1sm"): "Mxf4TmaWarpSpecialized1SmSm100",
+    ("mxfp4", "sm_100f", "2sm"): "Mxf4TmaWarpSpecialized2SmSm100",
+    ("nvfp4", "sm_100f", "1sm"): "Nvf4TmaWarpSpecialized1SmSm100",
+    ("nvfp4", "sm_100f", "2sm"): "Nvf4TmaWarpSpecialized2SmSm100",
+    ("mxfp8", "sm_120f", "cooperative"): "Mxf8f6f4TmaWarpSpecializedCooperativeSm120",
+    ("mxfp8", "sm_120f", "pingpong"): "Mxf8f6f4TmaWarpSpecializedPingpongSm120",
+    ("nvfp4", "sm_120f", "cooperative"): "Nvf4TmaWarpSpecializedCooperativeSm120",
+    ("nvfp4", "sm_120f", "pingpong"): "Nvf4TmaWarpSpecializedPingpongSm120",
 }
 """(recipe, arch, schedule) -> the name of CUTLASS's kernel schedule."""
 
@@ -115,7 +115,8 @@ def emit(spec: KernelSpec) -> str:
         body = _with_factor_majors(spec, body)
     includes = "".join(f'#include "{path}"\n' for path in emitter.includes)
     return (
-        f"// {spec.name}: CUTLASS {version()}\n{includes}"
+        f"// {spec.name}: CUTLASS {version()}\n"
+        f'#include "qt_gemm_errors.h"\n{includes}'
         '#include "qt_gemm_epilogue.h"\n\n'
         f"{_epilogue_types(spec)}\n{body}\n"
         f"using QtKernel = {name};\n{_factor_macros(spec, name)}"
@@ -142,7 +143,7 @@ def _operation(spec: KernelSpec) -> Any:
         lib.MathOperation.multiply_add,
         elements[factor] if factor else None,
     )
-    arch = spec.capability[0] * 10
+    arch = spec.capabilities[0][0] * 10
     cluster = [*spec.cluster, 1]
     tile = lib.TileDescription(
         list(spec.tile), 0, [4, 1, 1], math, arch, arch, cluster, list(spec.block) or None
@@ -157,7 +158,7 @@ def _operation(spec: KernelSpec) -> Any:
     schedule = _SCHEDULES[spec.recipe, spec.arch, spec.schedule]
     if spec.fast:
         schedule += "FP8FastAccum"
-    epilogue = _EPILOGUES[spec.schedule] if spec.arch != "sm_120a" else "ScheduleAuto"
+    epilogue = _EPILOGUES[spec.schedule] if spec.arch != "sm_120f" else "ScheduleAuto"
     source = matrix(spec.d, row_major)
     if not spec.accumulates:
         source = lib.TensorDescription(elements.void, row_major, source.alignment)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.core.devices import device_guard
 from qtensor.core.errors import check, fail
 
 VERSION = 1
@@ -18,6 +19,11 @@ VERSION = 1
 
 ALIGNMENT = 16
 """TMA reads only from addresses that are multiples of this many bytes."""
+
+CUDA_ERROR = 1000
+"""A status is this plus the number of a CUDA error: ``QT_GEMM_CUDA``."""
+
+_LIMIT = 1 << 31
 
 
 class Arguments(ctypes.Structure):
@@ -128,7 +134,9 @@ class Kernel:
         status = self._run(ctypes.addressof(arguments), workspace, size, stream)
         if status:
             got = f"{self.status(status)} (status {status})"
-            fix = "Run with CUDA_LAUNCH_BLOCKING=1 to see whether an earlier kernel failed"
+            fix = "Use another backend"
+            if status >= CUDA_ERROR:
+                fix = "Run with CUDA_LAUNCH_BLOCKING=1 to see whether an earlier kernel failed"
             fail(f"gemm[{self.name}]", "the kernel must launch", got, fix)
 
 
@@ -136,6 +144,20 @@ def _arguments(m: int, n: int, k: int, batch: int, device: int, sm_count: int) -
     size = ctypes.sizeof(Arguments)
     sizes = dict(m=m, n=n, k=k, l=batch, device=device, sm_count=sm_count)
     return Arguments(struct_size=size, version=VERSION, alpha=1.0, beta=0.0, **sizes)
+
+
+def oversize(sizes: tuple[int, int, int, int]) -> str | None:
+    """Return why kernels, whose sizes are int32, cannot compute an (L, M, N, K) product, or None.
+
+    In a batch, CUTLASS computes the distance of two matrices in int32 too.
+    """
+    batch, m, n, k = sizes
+    if max(sizes) >= _LIMIT:
+        return f"kernels take sizes below 2^31; got {max(sizes)}"
+    largest = max(m * k, n * k, m * n)
+    if batch > 1 and largest >= _LIMIT:
+        return f"batched kernels take matrices of less than 2^31 elements; got {largest}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +183,12 @@ class Tensors:
     scale_a: Tensor | None = None
     scale_b: Tensor | None = None
     bias: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all tensors."""
+        tensors = [getattr(self, name) for name in _NAMES]
+        return sum(t.numel() * t.itemsize for t in tensors if t is not None)
 
 
 _ALIGNED = ("a", "b", "out", "sfa", "sfb")
@@ -226,6 +254,9 @@ class Launcher:
         processors: int | None = None,
     ) -> None:
         batch, m, n, k = sizes
+        if (why := oversize(sizes)) is not None:
+            rule, _, got = why.partition("; got ")
+            fail(f"gemm[{kernel.name}]", rule, got, "Use backend='auto'")
         index = device.index or 0
         if processors is None:
             processors = _processors(index)
@@ -262,7 +293,8 @@ class Launcher:
             device = tensors.out.device
             workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device)
         pointer = None if workspace is None else workspace.data_ptr()
-        self.kernel.run(arguments, pointer, self._workspace, _stream(tensors.out.device))
+        with device_guard(tensors.out.device):
+            self.kernel.run(arguments, pointer, self._workspace, _stream(tensors.out.device))
 
     @staticmethod
     def fill(arguments: Any, tensors: Tensors) -> None:

@@ -55,7 +55,9 @@ def compile_flags(spec: KernelSpec) -> tuple[str, ...]:
     """Return the flags for nvcc.
 
     They ask for machine code alone (no PTX), which any driver of the toolkit's major version runs.
+    With ``QTENSOR_CUTLASS_TRACE=1``, CUTLASS prints each step of a launch.
     """
+    trace = os.environ.get("QTENSOR_CUTLASS_TRACE") == "1"
     return (
         "-std=c++17",
         "-O3",
@@ -66,6 +68,7 @@ def compile_flags(spec: KernelSpec) -> tuple[str, ...]:
         f"arch=compute_{spec.arch.removeprefix('sm_')},code={spec.arch}",
         "-Xcompiler=-fvisibility=hidden",
         "-w",
+        *(("-DCUTLASS_DEBUG_TRACE_LEVEL=1",) if trace else ()),
     )
 
 

@@ -10,7 +10,7 @@
 
 #define QT_GEMM_VERSION 1
 #define QT_GEMM_WRONG_CALLER 100  // status: the caller's struct has another size or version
-#define QT_GEMM_NO_DEVICE 101     // status: the device cannot be made current
+#define QT_GEMM_CUDA 1000         // status: this plus a cudaError_t
 
 #ifdef __cplusplus
 extern "C" {

@@ -90,16 +90,19 @@ inline bool is_ours(qt_gemm_args const* p) {
   return p->struct_size == sizeof(qt_gemm_args) && p->version == QT_GEMM_VERSION;
 }
 
-// The library's own CUDA runtime has its own current device. Make it the caller's for a scope.
-struct Current {
-  int before = -1;
-  bool ok = true;
-  explicit Current(int device) {
-    ok = cudaGetDevice(&before) == cudaSuccess;
-    if (ok && before != device) ok = cudaSetDevice(device) == cudaSuccess; else before = -1;
-  }
-  ~Current() { if (before >= 0) cudaSetDevice(before); }
-};
+// Make a device current in the library's own CUDA runtime. The caller has made it current in its own, and makes the earlier
+// one current again: to do that here would create a context on a device that the process does not use.
+inline cudaError_t make_current(int device) {
+  int now = -1;
+  cudaError_t const error = cudaGetDevice(&now);
+  return error != cudaSuccess || now == device ? error : cudaSetDevice(device);
+}
+
+// Returns a status of CUTLASS; if CUDA has said why, that.
+inline int reason(cutlass::Status status) {
+  if (status == cutlass::Status::kSuccess || last_error == cudaSuccess) return int(status);
+  return QT_GEMM_CUDA + int(last_error);
+}
 
 }  // namespace qt
 
@@ -132,21 +135,22 @@ int qt_gemm_factor_counts(qt_gemm_args const* p, int64_t* sfa, int64_t* sfb) {
 
 int qt_gemm_run(qt_gemm_args const* p, void* workspace, int64_t bytes, void* stream) {
   if (!qt::is_ours(p)) return QT_GEMM_WRONG_CALLER;
-  qt::Current current(p->device);
-  if (!current.ok) return QT_GEMM_NO_DEVICE;
+  if (cudaError_t const error = qt::make_current(p->device)) return QT_GEMM_CUDA + int(error);
   auto const args = qt::arguments(*p);
   auto status = qt::Gemm::can_implement(args);
   if (status != cutlass::Status::kSuccess) return int(status);
   if (bytes < int64_t(qt::Gemm::get_workspace_size(args))) return int(cutlass::Status::kErrorWorkspaceNull);
   qt::Gemm gemm;
+  cudaGetLastError();  // an error of an earlier launch is not this one's
+  qt::last_error = cudaSuccess;
   status = gemm.initialize(args, workspace, static_cast<cudaStream_t>(stream));
-  if (status != cutlass::Status::kSuccess) return int(status);
-  return int(gemm.run(static_cast<cudaStream_t>(stream)));
+  if (status == cutlass::Status::kSuccess) status = gemm.run(static_cast<cudaStream_t>(stream));
+  return qt::reason(status);
 }
 
 char const* qt_gemm_status(int status) {
   if (status == QT_GEMM_WRONG_CALLER) return "the caller has another version of the interface";
-  if (status == QT_GEMM_NO_DEVICE) return "the device cannot be made current";
+  if (status >= QT_GEMM_CUDA) return cudaGetErrorString(static_cast<cudaError_t>(status - QT_GEMM_CUDA));
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 

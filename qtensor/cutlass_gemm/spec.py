@@ -10,8 +10,18 @@ import torch
 
 from qtensor.core.errors import check
 
-ARCHS = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120a": (12, 0)}
-"""Architecture -> compute capability. Code for an "a" architecture runs on that one only."""
+ARCHS = {
+    "sm_90a": ((9, 0),),
+    "sm_100f": ((10, 0), (10, 3)),
+    "sm_120f": ((12, 0), (12, 1)),
+}
+"""Architecture -> the compute capabilities that its code runs on, the first of them first.
+
+Code for an "a" architecture runs on that one only, code for an "f" architecture on its family.
+"""
+
+ARCH_OF = {capability: arch for arch, family in ARCHS.items() for capability in family}
+"""Compute capability -> the architecture whose code runs on it."""
 
 RECIPES = ("fp8", "fp8_blockwise", "mxfp8", "mxfp4", "nvfp4")
 SCHEDULES = ("cooperative", "pingpong", "1sm", "2sm")
@@ -38,7 +48,7 @@ class KernelSpec:
         arch: one of ``ARCHS``.
         tile: (M, N, K) of the tile that one MMA group computes: one CTA, or a pair of CTAs ("2sm").
         cluster: (M, N) of the cluster of CTAs.
-        schedule: "cooperative" or "pingpong" (sm_90a, sm_120a), "1sm" or "2sm" (sm_100a).
+        schedule: "cooperative" or "pingpong" (sm_90a, sm_120f), "1sm" or "2sm" (sm_100f).
         a: element type of ``a``: "e4m3", "e5m2" or "e2m1".
         b: element type of ``b``.
         d: element type of the result: "bf16", "f16" or "f32".
@@ -98,8 +108,8 @@ class KernelSpec:
         return "gemm_" + "_".join([*parts, *(["fast"] if self.fast else [])])
 
     @property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability that the kernel runs on."""
+    def capabilities(self) -> tuple[tuple[int, int], ...]:
+        """The compute capabilities that the kernel runs on."""
         return ARCHS[self.arch]
 
     @property

@@ -16,7 +16,7 @@ from qtensor.core.errors import CompilerNotFound, fail
 from qtensor.core.version import install_command
 
 VARIABLE = "QTENSOR_NVCC"
-LEAST = {"sm_90a": (12, 0), "sm_100a": (12, 8), "sm_120a": (12, 8)}
+LEAST = {"sm_90a": (12, 0), "sm_100f": (12, 9), "sm_120f": (12, 9)}
 """Architecture -> the first CUDA toolkit that compiles for it."""
 
 USUAL = Path("/usr/local/cuda/bin/nvcc")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qtensor.core.buffer_shapes import ceil_div
 from qtensor.core.errors import check
-from qtensor.cutlass_gemm.spec import ARCHS, RECIPES, KernelSpec
+from qtensor.cutlass_gemm.spec import ARCH_OF, ARCHS, RECIPES, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _specs(
 @functools.cache
 def specs() -> tuple[KernelSpec, ...]:
     """Return all kernels of this release."""
-    hopper, blackwell = "sm_90a", "sm_100a"
+    hopper, blackwell = "sm_90a", "sm_100f"
     table = [
         # fprop with both kinds of accumulation, dgrad, and wgrad (float32, for main_grad).
         *_specs("fp8", hopper, _HOPPER, "e4m3 e4m3 bf16"),
@@ -112,8 +112,8 @@ def specs() -> tuple[KernelSpec, ...]:
         *_specs("mxfp4", blackwell, _BLACKWELL_FP4, "e2m1 e2m1 bf16"),
         *_specs("nvfp4", blackwell, _BLACKWELL_FP4, "e2m1 e2m1 bf16"),
         *_specs("nvfp4", blackwell, _BLACKWELL_FP4[1:2], "e2m1 e2m1 f32"),
-        *_specs("mxfp8", "sm_120a", _RTX, "e4m3 e4m3 bf16"),
-        *_specs("nvfp4", "sm_120a", _RTX, "e2m1 e2m1 bf16"),
+        *_specs("mxfp8", "sm_120f", _RTX, "e4m3 e4m3 bf16"),
+        *_specs("nvfp4", "sm_120f", _RTX, "e2m1 e2m1 bf16"),
     ]
     return tuple(table)
 
@@ -127,12 +127,14 @@ def _blocks(
 def select(arch: str | None = None, recipe: str | None = None) -> tuple[KernelSpec, ...]:
     """Return the kernels of an architecture and one of ``RECIPES``; None stands for all.
 
-    "sm_90a", "90a" and "90" name the same architecture.
+    "sm_103a", "103" and "sm_100f" name the same architecture: the one whose code runs on 10.3.
     """
     if arch is not None:
-        arch = f"sm_{arch.removeprefix('sm_').removesuffix('a')}a"
-        rule = f"arch must be one of {', '.join(ARCHS)}"
-        check(arch in ARCHS, "kernels", rule, repr(arch), "Choose one of them")
+        served = {f"{major}{minor}": name for (major, minor), name in ARCH_OF.items()}
+        known = served.get(arch.removeprefix("sm_").rstrip("af"))
+        rule = f"arch must be one of {', '.join(ARCHS)}, or name a GPU that one of them serves"
+        check(known is not None, "kernels", rule, repr(arch), "Choose one of them")
+        arch = known
     if recipe is not None:
         rule = f"recipe must be one of {', '.join(RECIPES)}"
         check(recipe in RECIPES, "kernels", rule, repr(recipe), "Choose one of them")
@@ -175,7 +177,7 @@ def candidates(want: Want) -> tuple[KernelSpec, ...]:
     return tuple(spec for spec in specs() if want_of(spec) == want)
 
 
-MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100f": 148, "sm_120f": 170}
 """Number of multiprocessors of the largest GPU of each architecture; used without a device."""
 
 # Cost of loading relative to arithmetic: large tiles load less for each product. This is a rough
@@ -207,10 +209,7 @@ _BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def bucket(size: int) -> int:
-    """Return the smallest of ``_BUCKETS`` that is at least ``size``, or the last one.
-
-    Products whose three sizes have equal buckets share a measured choice.
-    """
+    """Return the smallest of ``_BUCKETS`` that is at least ``size``, or the last one."""
     return next((b for b in _BUCKETS if size <= b), _BUCKETS[-1])
 
 
@@ -226,12 +225,12 @@ def changed() -> None:
 
 
 _MEASURED: dict[tuple[Want, tuple[int, int, int]], str] = {}
-"""(kind of product, buckets of its sizes) -> name of the fastest kernel."""
+"""(kind of product, key of its sizes) -> name of the fastest kernel."""
 
 
-def remember(want: Want, sizes: tuple[int, int, int], name: str) -> None:
-    """Prefer the kernel ``name`` for products of about these sizes in this process."""
-    _MEASURED[want, _key(sizes)] = name
+def remember(best: Mapping[tuple[Want, tuple[int, int, int]], str]) -> None:
+    """Prefer kernels, by name, for kinds of products and (M, N, K) in this process."""
+    _MEASURED.update({(want, _key(sizes)): name for (want, sizes), name in best.items()})
     changed()
 
 
@@ -241,9 +240,14 @@ def forget() -> None:
     changed()
 
 
-def _key(sizes: Iterable[int]) -> tuple[int, int, int]:
-    m, n, k = (bucket(size) for size in sizes)
-    return m, n, k
+def _key(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return what products that share a choice have in common.
+
+    M changes from call to call, so buckets of it share a choice. N and K belong to a weight, and
+    they decide how full the last wave of tiles is.
+    """
+    m, n, k = sizes
+    return bucket(m), n, k
 
 
 @functools.lru_cache(maxsize=4096)

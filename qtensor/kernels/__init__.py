@@ -54,7 +54,7 @@ def build_gemms(
     Needs ``torch-qtensor[cutlass-build]``, and no GPU.
 
     Args:
-        arch: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "sm_120a" (RTX); None is that of the
+        arch: "sm_90a" (Hopper), "sm_100f" (Blackwell) or "sm_120f" (RTX); None is that of the
             current GPU.
         recipe: "fp8", "fp8_blockwise", "mxfp8", "mxfp4" or "nvfp4"; None is all that the
             architecture has.

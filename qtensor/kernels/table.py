@@ -14,6 +14,7 @@ from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.attention import attention_, cache_append_
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
+from qtensor.kernels.triton.calls import amax_ as triton_amax_
 from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton.calls import quantize_ as triton_quantize_
 from qtensor.kernels.triton.calls import supports as triton_supports
@@ -35,6 +36,13 @@ It returns False, with nothing written, if it does not serve the call.
 """
 
 
+AmaxKernel = Callable[[QuantizerLike, list[Tensor], Tensor], bool]
+"""A function of (quantizer, outputs, x) that writes the maxima of tensor-wide factors.
+
+It returns False, with nothing written, if it does not serve the call.
+"""
+
+
 @dataclass(frozen=True)
 class Backend:
     """Kernels for the tensors of one device type.
@@ -44,12 +52,14 @@ class Backend:
         supports: returns why the kernels do not serve a quantizer and a dtype, or None.
         quantize_: writes the buffers of a quantized tensor.
         dequantize_: decodes them.
+        amax_: writes maxima, or None: the reference does.
     """
 
     name: str
     supports: Callable[[QuantizerLike, torch.dtype], str | None]
     quantize_: QuantizeKernel
     dequantize_: DequantizeKernel
+    amax_: AmaxKernel | None = None
 
 
 BACKENDS = {
@@ -59,7 +69,7 @@ BACKENDS = {
         native.quantize_,
         native.dequantize_,
     ),
-    "cuda": Backend("triton", triton_supports, triton_quantize_, triton_dequantize_),
+    "cuda": Backend("triton", triton_supports, triton_quantize_, triton_dequantize_, triton_amax_),
 }
 """Device type -> its kernels."""
 
@@ -125,6 +135,18 @@ def dequantize_(
     """
     backend = _backend(out)
     return backend is not None and backend.dequantize_(quantizer, buffers, shape, out, part)
+
+
+def amax_(quantizer: QuantizerLike, outputs: list[Tensor], x: Tensor) -> bool:
+    """Write the maxima of ``x`` for tensor-wide factors by the kernels of its device.
+
+    Returns:
+        False, with nothing written, if no kernel serves the call.
+    """
+    backend = _backend(x)
+    return (
+        backend is not None and backend.amax_ is not None and backend.amax_(quantizer, outputs, x)
+    )
 
 
 def decode_rows(matrix: Operand, dtype: torch.dtype) -> Tensor | None:

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qtensor.core.devices import check_not_captured
 from qtensor.core.errors import check
 from qtensor.library.define import (
     Written,
@@ -78,9 +79,16 @@ def _check_state(
     check(good, op, rule, f"shape {tuple(cell.shape)} on {cell.device}", _FIX)
 
 
+def _check_not_captured(op: str, state: Tensor) -> None:
+    """Raise if a CUDA graph is captured: its replays would not move the counters on the CPU."""
+    rule = "delayed scaling counts its steps on the CPU, which a CUDA graph does not repeat"
+    check_not_captured(state.device, op, rule, "Capture a recipe with current scaling")
+
+
 def _merged(history: Tensor, steps: Tensor, cell: Tensor, cell_step: Tensor, length: int) -> Tensor:
     """Return the rows in use (length, n), with the maxima of the gradients in row 0."""
     _check_state("merged_history", history, steps, cell, cell_step, length)
+    _check_not_captured("merged_history", history)
     rows = history[:length].clone()
     if int(cell_step) > int(steps[1]):
         gradients = rows[0, rows.shape[1] - cell.numel() :]
@@ -156,6 +164,7 @@ def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
 def _begin_by_torch(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs, advance: bool) -> None:
     rows, new_scale, now = args.rows, args.new_scale, int(args.step)
     if advance and now != int(args.steps[0]):
+        _check_not_captured("delayed_begin_", args.history)
         if rows is None:
             rows = _merged(args.history, args.steps, args.cell, args.cell_step, args.length)
         if new_scale is None:
@@ -299,6 +308,7 @@ def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
     _check_tensors(op, torch.float32, cell=(cell, sum([t.numel() for t in amax])))
     _check_tensors(op, torch.int64, cell_step=(cell_step, 1), ticket=(ticket, 2))
     _check_maxima(op, [cell, *amax], cell.device)
+    _check_not_captured(op, cell)
     with below_autograd():
         step, consumed = int(ticket[0]), int(ticket[1])
         maxima = torch.cat(amax) if amax else cell

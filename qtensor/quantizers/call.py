@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.compile_constants import compile_constant
+from qtensor.core.devices import check_not_captured
 from qtensor.core.dtensors import is_dtensor
 from qtensor.core.errors import ArgumentTypeError, DtypeError, UnsupportedError, fail
 from qtensor.core.quantizer_registry import QuantizerLike, parse
@@ -227,6 +228,10 @@ def find_seed(quantizer: Called, x: Tensor, generator: RandomSource | None) -> T
     if generator is None:
         return RANDOM_SEED(x)
     if isinstance(generator, torch.Generator):
+        if generator.device != x.device:
+            rule = f"in a CUDA graph the generator must be on {x.device}"
+            fix = "Pass a generator of the device that is registered with the graph, or a seed"
+            check_not_captured(x.device, op, rule, fix)
         seed = torch.empty(1, dtype=torch.int64, device=generator.device)
         return seed.random_(generator=generator).to(x.device)
     fix = "Pass torch.tensor([seed])"

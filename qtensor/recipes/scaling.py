@@ -164,11 +164,15 @@ class MXFP8BlockScaling(Recipe):
         scale_mode: rounding of the factors: "rceil", "floor", "ceil" or "even".
         with_2d_quantization: use 32x32 blocks for weights, so that both directions hold the same
             codes.
+        swizzled: store factors in the tiles that GEMMs of Blackwell read. Otherwise these GEMMs
+            rearrange the factors of both operands at every product. Ranks then gather values, not
+            codes.
     """
 
     fp8_format: Format | str = Format.E4M3
     scale_mode: str = "rceil"
     with_2d_quantization: bool = False
+    swizzled: bool = False
 
     def own_quantizer(self, role: Role) -> Quantizer:
         """Return the quantizer of a role; only weights can have square blocks."""
@@ -176,6 +180,7 @@ class MXFP8BlockScaling(Recipe):
             dtype=element(self, role),
             scale_mode=self.scale_mode,
             with_2d_quantization=self.with_2d_quantization and role.tensor == "weight",
+            swizzled=self.swizzled,
         )
 
 
@@ -194,6 +199,7 @@ class NVFP4BlockScaling(Recipe):
         e4m3_max: largest factor of a block: 448 or 256; 0 for the default.
         err_mode: error that ``use_4over6`` compares: "mae" or "mse".
         with_random_sign_mask: use random signs in the transform.
+        swizzled: as for ``MXFP8BlockScaling``.
     """
 
     disable_rht: bool = False
@@ -204,6 +210,7 @@ class NVFP4BlockScaling(Recipe):
     e4m3_max: float = 0.0
     err_mode: str = "mae"
     with_random_sign_mask: bool = True
+    swizzled: bool = False
 
     has_attention: ClassVar[bool] = False
 
@@ -226,6 +233,7 @@ class NVFP4BlockScaling(Recipe):
             with_random_sign_mask=self.with_random_sign_mask,
             stochastic_rounding=stochastic,
             row_scaled=self.row_scaled and role.tensor == "input",
+            swizzled=self.swizzled,
             **options,
         )
 

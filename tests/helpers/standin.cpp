@@ -119,7 +119,11 @@ int qt_gemm_can_implement(qt_gemm_args const* p) {
 }
 int64_t qt_gemm_workspace(qt_gemm_args const*) { return workspace_; }
 int qt_gemm_factor_counts(qt_gemm_args const*, int64_t* a, int64_t* b) { *a = *b = 0; return 0; }
-char const* qt_gemm_status(int status) { return status == 7 ? "Error Internal" : "another status"; }
+char const* qt_gemm_status(int status) {
+  static thread_local std::string text;
+  text = "CUDA error " + std::to_string(status - QT_GEMM_CUDA);
+  return status == 7 ? "Error Internal" : status < QT_GEMM_CUDA ? "another status" : text.c_str();
+}
 
 int qt_gemm_run(qt_gemm_args const* p, void* workspace, int64_t bytes, void* stream) {
   ++calls;

@@ -90,6 +90,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     """Treat CPU tensors as tensors of a GPU with this compute capability."""
     monkeypatch.setattr(choice, "_device", lambda device: (str(device), capability, 132))
     monkeypatch.setattr(choice, "_CHOICES", {})
+    monkeypatch.setattr(choice, "_FAILED", {})
+    choice.choose.cache_clear()
     monkeypatch.setattr(library, "_LOADED", {})
     library.warn_missing.cache_clear()
     library.refresh()

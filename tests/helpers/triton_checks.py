@@ -199,6 +199,9 @@ def check_given_factors(name: str, options: dict[str, Any]) -> None:
         backend().amax_(codec, got, x.to(device()))
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a.cpu().nan_to_num(nan=-1.0), b.nan_to_num(nan=-1.0)), codec
+        for number in (float("inf"), float("nan")):
+            given = [torch.full_like(a, number, device=device()) for a in want]
+            compare_quantize(codec, x.to(device()), amax=given)
         doubled = [a.to(device()) * 2 for a in want]
         compare_quantize(codec, x.to(device()), amax=doubled)
         if codec.needs_scale:
@@ -246,6 +249,17 @@ def check_reasons() -> None:
             backend().quantize_(delayed, delayed.alloc_tensors((2,)), x, scale)
 
 
+def check_captured_seeds() -> None:
+    """A seed of another device is copied, but refused while a CUDA graph is captured."""
+    codec = importlib.import_module("qtensor.kernels.triton.nvfp4")
+    seed, place = torch.tensor([SEED]), torch.device("meta")
+    assert codec._on_device(seed, place).device == place
+    with mock.patch("qtensor.core.devices.captured", return_value=True):
+        assert codec._on_device(seed, seed.device) is seed
+        with pytest.raises(qtensor.QTensorError, match="the seed must be on meta; every replay"):
+            codec._on_device(seed, place)
+
+
 def check_sabotaged() -> None:
     """Assert that the comparison fails for a kernel that writes one wrong code."""
     real = backend()
@@ -284,13 +298,18 @@ def check_table(name: str) -> None:
 
     nobody = table.Backend("nobody", row.supports, lambda *_: False, lambda *_: False)
     triton = table.Backend(
-        "triton", row.supports, watched("q", row.quantize_), watched("d", row.dequantize_)
+        "triton",
+        row.supports,
+        watched("q", row.quantize_),
+        watched("d", row.dequantize_),
+        watched("a", row.amax_),
     )
     results = []
     for backend_row in (nobody, triton):
         with mock.patch.dict(table.BACKENDS, {"cpu": backend_row}):
             q = case.quantize(x, columnwise=True)
-            results.append([*q.buffers(), q.dequantize()])
-    assert served == ["q", "d"]
+            maxima = torch.ops.qtensor.amax(x, q._quantizer.canonical)
+            results.append([*q.buffers(), q.dequantize(), *maxima])
+    assert served == ["q", "a", "d"]
     for got, want in zip(results[1], results[0], strict=True):
         assert_same_bytes(got, want)

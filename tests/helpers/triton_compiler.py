@@ -27,6 +27,8 @@ FORBIDDEN = {
     r"\bdiv\.(full|approx)": "a division that is not IEEE",
     r"\b(rcp|sqrt|rsqrt|ex2|lg2|tanh)\.approx": "an approximation",
     r"\.ftz\b": "subnormals flushed to zero",
+    r"\b(min|max)\.f32": "a minimum or maximum that drops NaN",
+    r"\batom\.\S*(acq|rel\b|acq_rel)": "an atomic that orders all other memory",
 }
 
 
@@ -70,7 +72,10 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], targ
 def forms(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], target: int
 ) -> dict[str, Any]:
-    """Return a compiled kernel by the names of its forms, "llir" and "ptx" among them."""
+    """Return a compiled kernel by the names of its forms, "llir" and "ptx" among them.
+
+    "shared" is the size of its shared memory in bytes.
+    """
     triton = importlib.import_module("triton")
     source_of = importlib.import_module("triton.compiler").ASTSource
     target_of = importlib.import_module("triton.backends.compiler").GPUTarget
@@ -105,7 +110,7 @@ def forms(
     built = triton.compile(source, target=target_of("cuda", target, 32), options=options)
     assert len(built.asm["cubin"]) > 1000
     assert f".target sm_{target}" in built.asm["ptx"]
-    return dict(built.asm)
+    return {**built.asm, "shared": built.metadata.shared}
 
 
 def _round_trip(

@@ -3,6 +3,7 @@ triton_checks."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from triton_checks import device
 
 from qtensor.kernels import table
 from qtensor.kernels.fusion import Factors, Target
+from qtensor.kernels.products.dequant import finish_
 
 ops = torch.ops.qtensor
 
@@ -95,6 +97,27 @@ def check_fused(name: str, options: dict[str, Any]) -> None:
         compare(ops.norm_quantize, x, *args)
         act = ("swiglu", "gelu", "clamped_swiglu(limit=0.5)")[turn]
         compare(ops.activation_quantize, x, act, q.canonical, scale, None, seed)
+
+
+def check_finish(seed: int) -> None:
+    """Compare the end of products: one factor, those of rows and columns, a bias, dtypes."""
+    rng = random.Random(seed)
+    for shape in ((1, 1), (5, 300), (2, 33, 70), (130, 9)):
+        rows, cols = math.prod(shape[:-1]), shape[-1]
+        sums = hurting((rows, cols), torch.float32, seed).reshape(shape)
+        left = rng.choice([None, torch.tensor([0.37]), torch.rand(rows)])
+        right = rng.choice([None, torch.tensor([3.0]), torch.rand(cols)])
+        bias = rng.choice([None, draw_floats(rng, (cols,), rng.choice(DTYPES))])
+        given = [sums, left, right, bias]
+        want = torch.empty(shape, dtype=rng.choice(DTYPES))
+        moved = torch.empty_like(want, device=device())
+        with without_kernels():
+            finish_(want, *given)
+        kernel = table.FLOATS["cuda"]["finish_product"]
+        assert kernel(moved, *(None if t is None else t.to(device()) for t in given))
+        assert_same_floats(moved.cpu(), want, f"{shape} {want.dtype}")
+    out = torch.zeros(2, 8, device=device())
+    assert kernel(out, out, None, None, torch.ones(1, device=device())) is False
 
 
 def check_left_to_the_pair() -> None:

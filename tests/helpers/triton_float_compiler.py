@@ -11,7 +11,7 @@ from triton_compiler import FORBIDDEN, compiled
 
 import qtensor
 
-MODULES = ("activation", "norm")
+MODULES = ("activation", "epilogue", "norm")
 
 
 def _calls(launch: Any, dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple[int, int]) -> None:
@@ -33,6 +33,7 @@ def _calls(launch: Any, dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple
         backend.norm_((x, *stats), x, weight, bias, (kind, 1e-5, True))
         backend.norm_backward_((x, weight, weight), x, x, weight, (mean, stats[1]), True)
     backend.bias_grad_(weight, x)
+    backend.finish_product_(x, torch.zeros(shape), stats[0], torch.ones(1), weight)
 
 
 def check(dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple[int, int], target: int) -> int:

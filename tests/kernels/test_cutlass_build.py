@@ -4,6 +4,8 @@ never half made.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import shlex
@@ -107,7 +109,7 @@ def test_nvcc_of_a_variable(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "bin").mkdir()
     path = fake(tmp_path / "bin")
     monkeypatch.setenv(variable, str(tmp_path))
-    found = toolchain.find_nvcc("sm_100a")
+    found = toolchain.find_nvcc("sm_100f")
     assert (found.compiler.path, found.release) == (str(path), (13, 0))
     assert found.compiler.version.endswith("V13.0.88")
 
@@ -137,9 +139,9 @@ def test_one_that_is_too_old_is_passed_over(
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "old"))
     assert toolchain.find_nvcc("sm_90a").release == (12, 4)
     with pytest.raises(CompilerNotFound, match=r"CUDA_HOME: CUDA 12\.4 is too old"):
-        toolchain.find_nvcc("sm_100a")
+        toolchain.find_nvcc("sm_100f")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "new"))
-    assert toolchain.find_nvcc("sm_100a").release == (12, 9)
+    assert toolchain.find_nvcc("sm_100f").release == (12, 9)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_jobs_are_bounded_by_memory(
 
 
 def test_clean_removes_what_it_is_asked_for(nvcc: Path) -> None:
-    hopper, blackwell = tuning.select("sm_90a", "fp8")[:2], tuning.select("sm_100a", "mxfp8")[:2]
+    hopper, blackwell = tuning.select("sm_90a", "fp8")[:2], tuning.select("sm_100f", "mxfp8")[:2]
     for spec in (*hopper, *blackwell):
         install(spec)
     removed = library.clean(tuning.select("sm_90a"))
@@ -318,12 +320,12 @@ def invoke(*args: str) -> Any:
 
 
 def test_the_command_builds_lists_and_cleans(nvcc: Path) -> None:
-    wanted = ("--arch", "sm_100a", "--recipe", "mxfp4")
-    count = len(tuning.select("sm_100a", "mxfp4"))
+    wanted = ("--arch", "sm_100f", "--recipe", "mxfp4")
+    count = len(tuning.select("sm_100f", "mxfp4"))
     assert f"0 of {count} are built" in invoke("list", *wanted).stdout
     done = invoke("build", *wanted, "--jobs", "2")
     assert done.exit_code == 0, done.output
-    assert done.stdout.count("built gemm_sm100a_mxfp4") == count
+    assert done.stdout.count("built gemm_sm100f_mxfp4") == count
     assert f"{count} kernels are built" in done.stdout
     assert f"{count} of {count} are built" in invoke("list", *wanted).stdout
     assert invoke("list").stdout.count("current") == count
@@ -335,7 +337,7 @@ def test_the_command_builds_lists_and_cleans(nvcc: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "rule"),
     [
-        (("--arch", "sm_70"), "arch must be one of sm_90a, sm_100a, sm_120a; got 'sm_70a'"),
+        (("--arch", "sm_70"), "arch must be one of sm_90a, sm_100f, sm_120f, or name"),
         (("--recipe", "int8"), "recipe must be one of fp8, "),
         (("--arch", "sm_90a", "--recipe", "nvfp4"), "the architecture must have instructions"),
     ],
@@ -349,7 +351,7 @@ def test_the_command_explains_mistakes(args: tuple[str, ...], rule: str) -> None
 def test_from_python(nvcc: Path) -> None:
     import qtensor.kernels  # noqa: PLC0415 - as a user does
 
-    paths = qtensor.kernels.build_gemms("sm_100a", "mxfp4", jobs=2)
+    paths = qtensor.kernels.build_gemms("sm_100f", "mxfp4", jobs=2)
     assert [path.exists() for path in paths] == [True] * 3
     with pytest.raises(QTensorError, match="without an architecture there must be a GPU"):
         qtensor.kernels.build_gemms()
@@ -358,7 +360,7 @@ def test_from_python(nvcc: Path) -> None:
 # ------------------------------------------------------------------------------------ autotune
 
 
-def test_autotune_prefers_what_is_fastest(nvcc: Path) -> None:
+def test_autotune_prefers_what_is_fastest(nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch  # noqa: PLC0415 - only here
 
     from qtensor.cutlass_gemm import autotune  # noqa: PLC0415
@@ -367,11 +369,13 @@ def test_autotune_prefers_what_is_fastest(nvcc: Path) -> None:
     candidates = tuning.candidates(want)
     standins = [Standin(install(spec)) for spec in candidates[:3]]
     sizes = (32, 64, 32)
-    times = iter((30.0, 10.0, 20.0))
+    given: list[int] = []
 
-    def timer(call: Any) -> float:
-        call()
-        return next(times)
+    def timer(functions: Any, device: torch.device) -> dict[str, float]:
+        for calls in functions.values():
+            given.append(len(calls))
+            calls[0]()
+        return dict(zip(functions, (30.0, 10.0, 20.0), strict=True))
 
     where = torch.device("cpu")
     try:
@@ -379,6 +383,7 @@ def test_autotune_prefers_what_is_fastest(nvcc: Path) -> None:
         assert choice.best == candidates[1].name
         assert list(choice.times.values()) == [10.0, 20.0, 30.0]
         assert [standin.calls for standin in standins] == [1, 1, 1]
+        assert min(given) > 1, "operands must rotate, or they stay in the cache"
         assert tuning.ranked(want, sizes, 132)[0] == candidates[1]
         rows = json.loads(autotune.path_for("A GPU").read_text())
         assert rows["device"] == "A GPU"
@@ -388,6 +393,10 @@ def test_autotune_prefers_what_is_fastest(nvcc: Path) -> None:
         assert autotune.read("Another GPU") == 0
         assert autotune.read("A GPU") == 1
         assert tuning.ranked(want, sizes, 132)[0] == candidates[1]
+        # Another driver or CUDA version has to be measured anew.
+        with monkeypatch.context() as patch:
+            patch.setattr(autotune, "_driver", lambda: "another")
+            assert autotune.read("A GPU") == 0
         # Libraries that were built anew have to be measured anew.
         install(candidates[1], key="1" * 32)
         os.utime(cache.cache_dir())
@@ -401,6 +410,33 @@ def test_autotune_prefers_what_is_fastest(nvcc: Path) -> None:
             autotune.autotune([want], [(32, 64, 24)], where, name="A GPU", timer=timer)
     finally:
         tuning.forget()
+
+
+def test_functions_take_turns_over_rotating_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch  # noqa: PLC0415 - only here
+
+    from qtensor.cutlass_gemm import device_timer  # noqa: PLC0415
+
+    where, made, clock = torch.device("cpu"), [], [0.0]
+    monkeypatch.setattr(device_timer, "perf_counter", lambda: clock[0])
+
+    def call(name: str, operands: int) -> None:
+        made.append((name, operands))
+        clock[0] += 5e-4 if name == "slow" else 1e-4
+
+    functions = {
+        name: [functools.partial(call, name, i) for i in range(3)] for name in ("quick", "slow")
+    }
+    times = device_timer.time_in_turns(functions, where, turns=2)
+    assert times == pytest.approx({"quick": 100.0, "slow": 500.0})
+    for name in functions:
+        operands = [i for which, i in made if which == name]
+        assert operands == [i % 3 for i in range(len(operands))]
+    turns = [name for name, _ in itertools.groupby(name for name, _ in made)]
+    assert turns[-6:] == ["quick", "slow"] * 3
+    cache = device_timer._HOST_CACHE
+    assert device_timer.copies_for(4 * cache, where) == 2
+    assert device_timer.copies_for(cache // 4, where) * (cache // 4) > 2 * cache
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_blockwise", "mxfp8", "nvfp4"])

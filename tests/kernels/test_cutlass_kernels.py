@@ -11,11 +11,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from qtensor.core.buffer_shapes import round_up
 from qtensor.core.errors import QTensorError
 from qtensor.cutlass_gemm import emit, library, scale_tiles, tuning
-from qtensor.cutlass_gemm.launch import Kernel
+from qtensor.cutlass_gemm.autotune import random_tensors
+from qtensor.cutlass_gemm.launch import Kernel, Launcher
 from qtensor.cutlass_gemm.spec import KernelSpec
 
 BLOCK = (1, 128, 128)
@@ -23,10 +25,13 @@ BLOCK = (1, 128, 128)
 BUILT = {
     KernelSpec("fp8", "sm_90a", (128, 128, 128), (2, 1)): "QGMMA",
     KernelSpec("fp8_blockwise", "sm_90a", (128, 128, 128), (2, 1), block=BLOCK): "QGMMA",
-    KernelSpec("mxfp8", "sm_100a", (128, 128, 128), schedule="1sm"): "UTCQMMA",
-    KernelSpec("nvfp4", "sm_100a", (128, 128, 256), schedule="1sm", a="e2m1", b="e2m1"): "UTCOMMA",
+    KernelSpec("mxfp8", "sm_100f", (128, 128, 128), schedule="1sm"): "UTCQMMA",
+    KernelSpec("nvfp4", "sm_100f", (128, 128, 256), schedule="1sm", a="e2m1", b="e2m1"): "UTCOMMA",
+    KernelSpec(
+        "nvfp4", "sm_120f", (128, 128, 128), schedule="pingpong", a="e2m1", b="e2m1"
+    ): "OMMA",
 }
-MATRIX = re.compile(r"\b(\w*(?:MMA|GMMA))\b")
+MATRIX = re.compile(r"\b(\w*MMA)\b")
 PROCESSORS = 132
 each = pytest.mark.parametrize("spec", BUILT, ids=lambda spec: spec.name)
 
@@ -55,6 +60,20 @@ def disassembler() -> str | None:
     )
 
 
+@pytest.mark.nightly(reason="nvcc takes minutes for some kernels")
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: it would run")
+def test_a_launch_without_a_gpu_says_what_cuda_says(
+    kernel: tuple[KernelSpec, Path, Kernel],
+) -> None:
+    """CUTLASS answers "Error Internal" to every CUDA error; its driver keeps the reason."""
+    spec, _, loaded = kernel
+    size, device = (128, 128, 256), torch.device("cpu")
+    with pytest.raises(QTensorError, match=r"got .*(driver|no CUDA-capable device).*status 1\d{3}"):
+        Launcher(loaded, (1, *size), device, processors=132)(random_tensors(spec, size, device))
+
+
 def test_they_are_in_the_table() -> None:
     assert set(BUILT) <= set(tuning.specs())
 
@@ -77,7 +96,10 @@ def test_the_instruction(kernel: tuple[KernelSpec, Path, Kernel]) -> None:
         env=environment,
     )
     found = set(MATRIX.findall(done.stdout))
-    assert f"code for {spec.arch}" in done.stdout
+    listed = subprocess.run(
+        [program, "--list-elf", str(path)], capture_output=True, text=True, check=True
+    )
+    assert f".{spec.arch}.cubin" in listed.stdout
     assert found == {BUILT[spec]}, "other instructions than the tensor core's for this format"
 
 

@@ -28,10 +28,10 @@ def cutlass() -> None:
 
 def test_every_recipe_has_kernels() -> None:
     assert {(s.arch, s.recipe) for s in SPECS} == {
-        *((arch, "fp8") for arch in ("sm_90a", "sm_100a")),
-        *((arch, "fp8_blockwise") for arch in ("sm_90a", "sm_100a")),
-        *(("sm_100a", recipe) for recipe in ("mxfp8", "mxfp4", "nvfp4")),
-        *(("sm_120a", recipe) for recipe in ("mxfp8", "nvfp4")),
+        *((arch, "fp8") for arch in ("sm_90a", "sm_100f")),
+        *((arch, "fp8_blockwise") for arch in ("sm_90a", "sm_100f")),
+        *(("sm_100f", recipe) for recipe in ("mxfp8", "mxfp4", "nvfp4")),
+        *(("sm_120f", recipe) for recipe in ("mxfp8", "nvfp4")),
     }
 
 
@@ -53,7 +53,7 @@ def test_values() -> None:
     ("change", "rule"),
     [
         ({"recipe": "int8"}, "recipe must be one of fp8, "),
-        ({"arch": "sm_80"}, "arch must be one of sm_90a, sm_100a, sm_120a; got 'sm_80'"),
+        ({"arch": "sm_80"}, "arch must be one of sm_90a, sm_100f, sm_120f; got 'sm_80'"),
         ({"schedule": "fast"}, "schedule must be one of"),
         ({"layout": "NN"}, "layout must be one of TN; got 'NN'"),
         ({"d": "e4m3"}, "d must be one of bf16, f16, f32"),
@@ -62,7 +62,7 @@ def test_values() -> None:
             "fp8_blockwise needs a block of three sizes, and other recipes need an empty block",
         ),
         ({"recipe": "fp8_blockwise"}, "fp8_blockwise needs a block of three sizes"),
-        ({"arch": "sm_100a", "fast": True}, "fast accumulation exists for fp8 on sm_90a"),
+        ({"arch": "sm_100f", "fast": True}, "fast accumulation exists for fp8 on sm_90a"),
     ],
 )
 def test_bad_specs(change: dict[str, Any], rule: str) -> None:
@@ -77,7 +77,7 @@ def test_every_spec_emits(spec: KernelSpec) -> None:
     assert text == emit.emit(spec)
     m, n, k = spec.tile
     assert f"cute::Shape<cute::_{m}, cute::_{n}, cute::_{k}>" in text
-    assert f"cutlass::arch::Sm{spec.capability[0] * 10}" in text
+    assert f"cutlass::arch::Sm{spec.capabilities[0][0] * 10}" in text
     assert f'#define QT_NAME "{spec.name}"' in text
     assert f"#define QT_ACCUMULATES {int(spec.d == 'f32')}" in text
     kinds = {"fp8": 0, "fp8_blockwise": 2}
@@ -100,7 +100,7 @@ def test_digests_follow_the_generator(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_select(arch: str | None, recipe: str | None) -> None:
     if (arch, recipe) in {("sm_90a", r) for r in ("mxfp8", "mxfp4", "nvfp4")} | {
-        ("sm_120a", r) for r in ("fp8", "fp8_blockwise", "mxfp4")
+        ("sm_120f", r) for r in ("fp8", "fp8_blockwise", "mxfp4")
     }:
         with pytest.raises(QTensorError, match="the architecture must have instructions"):
             tuning.select(arch, recipe)
@@ -110,10 +110,26 @@ def test_select(arch: str | None, recipe: str | None) -> None:
     assert all(arch in (None, s.arch) and recipe in (None, s.recipe) for s in found)
 
 
-def test_select_by_other_spellings() -> None:
-    assert tuning.select("90") == tuning.select("90a") == tuning.select("sm_90a")
-    with pytest.raises(QTensorError, match="arch must be one of"):
-        tuning.select("hopper")
+@pytest.mark.parametrize(
+    ("names", "arch"),
+    [
+        (("90", "90a", "sm_90"), "sm_90a"),
+        (("100", "sm_100a", "103", "sm_103a", "sm_103f"), "sm_100f"),
+        (("120", "sm_120a", "sm_121", "121a"), "sm_120f"),
+    ],
+)
+def test_select_by_the_name_of_a_gpu(names: tuple[str, ...], arch: str) -> None:
+    for name in names:
+        assert tuning.select(name) == tuning.select(arch)
+
+
+@pytest.mark.parametrize("name", ["hopper", "sm_70", "sm_110", "a", "", "9"])
+def test_select_refuses_other_gpus(name: str) -> None:
+    with pytest.raises(QTensorError, match="arch must be one of sm_90a, sm_100f, sm_120f, or name"):
+        tuning.select(name)
+
+
+def test_select_refuses_other_recipes() -> None:
     with pytest.raises(QTensorError, match=r"recipe must be one of fp8.*got 'int8'"):
         tuning.select(None, "int8")
 
@@ -150,9 +166,12 @@ def test_what_was_measured_comes_first() -> None:
     by_size = tuning.ranked(FP8, sizes, 132)
     slowest = by_size[-1]
     try:
-        tuning.remember(FP8, (8000, 8000, 8000), slowest.name)
+        tuning.remember({(FP8, (8000, 8192, 8192)): slowest.name})
         assert tuning.ranked(FP8, sizes, 132)[0] == slowest
         assert tuning.ranked(FP8, (16, 8192, 8192), 132)[0] != slowest
+        # Another N or K fills the last wave of tiles differently.
+        assert tuning.ranked(FP8, (8192, 8000, 8192), 132)[0] != slowest
+        assert tuning.ranked(FP8, (8192, 8192, 8064), 132)[0] != slowest
     finally:
         tuning.forget()
     assert tuning.ranked(FP8, sizes, 132) == by_size

@@ -116,7 +116,7 @@ def test_the_kernel_gets_what_the_tensors_hold(
 def test_rotated_operands_meet_rotated_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """wgrad of NVFP4: both sides are rotated along the contraction, and the rotations cancel."""
     pretend(monkeypatch, BLACKWELL)
-    install_all("sm_100a", "nvfp4")
+    install_all("sm_100f", "nvfp4")
     a, b = pair("nvfp4", "NT", {"with_rht": True}, {"with_rht": True})
     got = qtensor.gemm(a, b, "NT", dtype=torch.float32, backend="cutlass")
     left, right = oriented(a, b, "NT")
@@ -166,7 +166,7 @@ def test_fp8_takes_either_copy_of_the_codes(layout: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"])
 def test_a_weight_behind_t(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, BLACKWELL)
-    install_all("sm_100a", recipe_of(name))
+    install_all("sm_100f", recipe_of(name))
     a = quantize(name, (M, K), False, 0)
     w = quantize(name, (N, K), False, 1, **(SQUARE if name == "fp8_blockwise" else {}))
     got = qtensor.gemm(a, w.t(), "NN", backend="cutlass", dtype=torch.bfloat16)

@@ -12,19 +12,17 @@ round less.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
 import pytest
 import torch
 from formats import BY_NAME
+from gemm_integers import check_kernel
 
 import qtensor
-from qtensor.core.buffer_shapes import ceil_div
 from qtensor.cutlass_gemm import library, tuning
-from qtensor.cutlass_gemm.autotune import random_tensors
-from qtensor.cutlass_gemm.launch import Kernel, Launcher
+from qtensor.cutlass_gemm.launch import Kernel
 from qtensor.cutlass_gemm.spec import KernelSpec
 from qtensor.kernels.products import choice
 from qtensor.kernels.products.problem import Pair, Product
@@ -202,24 +200,9 @@ def test_integers_are_exact(
     assert torch.equal(got, (x @ y.t()).to(dtype))
 
 
-def integer_codes(rows: int, k: int, element: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (rows, K), two a byte for E2M1, of integers from -2 to 2; and the integers in
-    float64.
-    """
-    x = torch.randint(-2, 3, (rows, k), device="cuda")
-    if element == "e2m1":
-        table = torch.tensor(
-            [12, 10, 0, 2, 4], dtype=torch.uint8, device="cuda"
-        )  # of -2, -1, 0, 1, 2
-        codes = table[x + 2]
-        return codes[:, ::2] | codes[:, 1::2] << 4, x.double()
-    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
-    return x.float().to(dtype).view(torch.uint8), x.double()
-
-
 def built(spec: KernelSpec) -> Kernel:
-    if torch.cuda.get_device_capability() != spec.capability:
-        pytest.skip(reason=f"needs compute capability {spec.capability}")
+    if torch.cuda.get_device_capability() not in spec.capabilities:
+        pytest.skip(reason=f"needs a compute capability of {spec.capabilities}")
     kernel = library.load(spec)
     if not isinstance(kernel, Kernel):
         if os.environ.get("QTENSOR_GPU_CHECK") == "1":
@@ -237,47 +220,9 @@ def test_every_kernel_is_exact_on_integers(spec: KernelSpec, size: tuple[int, in
     accumulation.
     """
     kernel = built(spec)
-    m, n, k = size
-    if (why := spec.refusal(m, n, k)) is not None:
+    if (why := spec.refusal(*size)) is not None:
         pytest.skip(reason=why)
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.manual_seed(m + n + k)
-    a, x = integer_codes(m, k, spec.a)
-    b, y = integer_codes(n, k, spec.b)
-    given = random_tensors(spec, size, device)
-    factors = {}
-    if spec.block:
-        # 1 or 2 for each block; the padding, which must not count, is NaN.
-        for name, rows, block in (("sfa", m, 1), ("sfb", n, spec.block[1])):
-            columns = ceil_div(k, 128)
-            grid = torch.randint(0, 2, (ceil_div(rows, block), columns), device=device).float() + 1
-            stored = torch.full_like(getattr(given, name), float("nan"))
-            part = grid.t() if block == 1 else grid
-            stored[: part.shape[0], : part.shape[1]] = part
-            factors[name] = stored
-            spread = (
-                grid.repeat_interleave(block, 0)[:rows].repeat_interleave(128, 1)[:, :k].double()
-            )
-            x, y = (x * spread, y) if name == "sfa" else (x, y * spread)
-    major_a, major_b = spec.majors
-    scale_a = 2.0 ** torch.randint(-2, 3, (m,), device=device).float()
-    scale_b = 2.0 ** torch.randint(-2, 3, (n,), device=device).float()
-    bias = torch.randint(-8, 9, (n,), device=device).float()
-    beta = 1.0 if spec.accumulates else 0.0
-    out = torch.full_like(given.out, 3.0 if beta else float("nan"))
-    tensors = dataclasses.replace(
-        given,
-        a=a if major_a == "k" else a.t().contiguous(),
-        b=b if major_b == "k" else b.t().contiguous(),
-        out=out,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        bias=bias,
-        **factors,
-    )
-    Launcher(kernel, (1, *size), device)(tensors, beta)
-    want = x @ y.t() * scale_a.double()[:, None] * scale_b.double() + bias.double() + 3.0 * beta
-    assert torch.equal(out, want.to(out.dtype))
+    check_kernel(kernel, spec, size, torch.device("cuda", torch.cuda.current_device()))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))

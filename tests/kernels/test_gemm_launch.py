@@ -12,10 +12,12 @@ from formats import rand
 from standin import Standin, as_on_a_gpu, compiled, install, pretend
 
 import qtensor
+from qtensor.core.devices import device_guard
 from qtensor.core.errors import QTensorError
 from qtensor.cutlass_gemm import launch, library, tuning
 from qtensor.cutlass_gemm.launch import Arguments, Kernel, Launcher, Tensors
 from qtensor.cutlass_gemm.spec import KernelSpec
+from qtensor.kernels.products import cutlass
 from tests.kernels.test_gemm import assert_product, values
 
 pytestmark = pytest.mark.usefixtures("native_kernels", "libraries", "in_python")
@@ -134,9 +136,69 @@ def test_a_launch_that_fails_says_what_cutlass_says() -> None:
     call, standin = launcher()
     standin.set(status=7)
     with pytest.raises(
-        QTensorError, match=r"the kernel must launch; got Error Internal \(status 7\)"
+        QTensorError,
+        match=r"the kernel must launch; got Error Internal \(status 7\)\. Use another backend",
     ):
         call(tensors())
+
+
+def test_a_launch_that_fails_says_what_cuda_says() -> None:
+    """Status 1000 + a CUDA error, which may be that of an earlier kernel."""
+    call, standin = launcher()
+    standin.set(status=launch.CUDA_ERROR + 700)
+    with pytest.raises(
+        QTensorError, match=r"got CUDA error 700 \(status 1700\).*CUDA_LAUNCH_BLOCKING=1"
+    ):
+        call(tensors())
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, (1 << 31) + 5, N, K), (1 << 31, M, N, K), (2, 1 << 20, N, 1 << 11)]
+)
+def test_sizes_that_a_struct_cannot_hold(sizes: tuple[int, int, int, int]) -> None:
+    """ctypes would wrap them silently: 2^31 + 5 is a negative int32."""
+    kernel, standin = loaded()
+    with pytest.raises(QTensorError, match=r"kernels take .* 2\^31"):
+        Launcher(kernel, sizes, CPU, processors=1)
+    assert standin.calls == 0
+
+
+def test_another_device_is_current_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch restores the device, without a context on one that the process does not use."""
+    entered = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for place in (CPU, torch.device("cuda", 0)):
+        with device_guard(place):
+            assert entered == []
+    other = torch.device("cuda", 1)
+    with device_guard(other):
+        assert entered == [other]
+    assert entered == [other, None]
+
+
+def test_a_product_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    as_on_a_gpu(monkeypatch)
+    for spec in tuning.select("sm_90a", "fp8"):
+        install(spec)
+    checks = []
+    for module in (launch, cutlass):
+        monkeypatch.setattr(module, "fault", lambda given: checks.append(given) and None)
+    a, b = (qtensor.quantize(rand(rows, 64), "fp8") for rows in (32, 48))
+    qtensor.gemm(a, b, "TN")
+    assert len(checks) == 1
 
 
 def test_a_product_that_the_library_refuses() -> None:

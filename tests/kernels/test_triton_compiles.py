@@ -69,5 +69,20 @@ def test_other_dtypes_and_ragged_sizes_compile(run, name, dtype, target):
     assert run(triton_compiler.check, name, {}, dtype, (33, 70), target) >= 2
 
 
+@pytest.mark.parametrize(
+    "target", [120, *(pytest.param(target, marks=WIDE) for target in (103, 121))]
+)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("mxfp8", BOTH, id="mxfp8"),
+        pytest.param("fp8_blockwise", BOTH, id="fp8_blockwise", marks=WIDE),
+        pytest.param("nvfp4", {"with_rht": True, **BOTH}, id="nvfp4", marks=WIDE),
+    ],
+)
+def test_other_gpus_of_these_families_compile(run, name, options, target):
+    assert run(triton_compiler.check, name, options, torch.bfloat16, (256, 512), target) >= 2
+
+
 def test_every_kernel_is_compiled(run):
     assert run(triton_compiler.unused, CASES) == set()

@@ -43,6 +43,11 @@ def test_norms(run, kind, seed):
     run(checks.check_norm, kind, seed)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_end_of_products(run, seed):
+    run(checks.check_finish, seed)
+
+
 FUSED = [
     *((case.name, {}) for case in FORMATS),
     ("fp8_rowwise", {"axis": 0}),

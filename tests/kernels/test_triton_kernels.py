@@ -105,6 +105,8 @@ def test_factors_at_edges(run, name, options):
         ("nvfp4", {"with_2d_quantization": True}),
         ("nvfp4", {"with_rht": True}),
         ("nvfp4", {"row_scaled": True}),
+        ("nvfp4", {"stochastic_rounding": True}),
+        ("nvfp4", {"use_4over6": True}),
     ]),
 )
 def test_given_factors(run, name, options):
@@ -113,6 +115,10 @@ def test_given_factors(run, name, options):
 
 def test_what_is_not_served_has_a_reason(run):
     run(checks.check_reasons)
+
+
+def test_a_seed_of_the_cpu_is_not_captured(run):
+    run(checks.check_captured_seeds)
 
 
 def test_the_checks_see_a_wrong_byte(run):

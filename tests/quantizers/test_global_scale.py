@@ -232,7 +232,7 @@ def test_products_of_gpu_backends(
     """Compiled stand-ins for CUTLASS kernels, which apply alpha and factors as those do."""
     pretend(monkeypatch, capability)
     if backend == "cutlass":
-        for spec in tuning.select("sm_100a", "nvfp4"):
+        for spec in tuning.select("sm_100f", "nvfp4"):
             install(spec)
     a = stored(rand(64, 256), row_scaled=row_scaled)
     b = stored(rand(128, 256, seed=1), row_scaled=row_scaled)

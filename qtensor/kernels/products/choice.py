@@ -7,6 +7,7 @@ and cached. Every backend that is skipped has a reason.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -177,7 +178,7 @@ def choose(problem: Problem) -> GemmChoice:
     refusals: list[tuple[str, str]] = []
     missing = None
     for name, make in TABLE.items():
-        made = make(problem)
+        made = _FAILED.get((problem, name)) or make(problem)
         if isinstance(made, Missing):
             missing, made = made, made.reason
         if isinstance(made, str):
@@ -185,6 +186,29 @@ def choose(problem: Problem) -> GemmChoice:
         else:
             runners.append(made)
     return GemmChoice(tuple(runners), tuple(refusals), missing)
+
+
+_FAILED: dict[tuple[Problem, str], str] = {}
+"""(problem, backend) -> what torch said when the backend tried to compute it on a GPU."""
+
+
+def _keep_failure(problem: Problem, name: str, error: RuntimeError) -> str:
+    """Refuse a problem from now on to a backend that failed, and return the reason.
+
+    Raises:
+        RuntimeError: ``error``, if another backend could not do better: the memory is too small, an
+            earlier kernel has failed, or the product runs on a CPU, whose backends are our own.
+    """
+    if problem.capability is None or isinstance(error, _NOT_OF_A_BACKEND):
+        raise error
+    reason = f"it failed: {str(error).splitlines()[0]}"
+    _FAILED[problem, name] = reason
+    warnings.warn(f"qtensor: {name} cannot compute {problem.text()}; {reason}", RuntimeWarning, 2)
+    reset()
+    return reason
+
+
+_NOT_OF_A_BACKEND = (torch.OutOfMemoryError, torch.AcceleratorError, QTensorError)
 
 
 def reset() -> None:
@@ -235,7 +259,10 @@ def multiply_(out: Tensor, product: Product) -> None:
     refusals = []
     for runner in choice.runners:
         if backend in ("auto", runner.name):
-            reason = runner(out, pair.a.buffers, pair.b.buffers, bias)
+            try:
+                reason = runner(out, pair.a.buffers, pair.b.buffers, bias)
+            except RuntimeError as error:
+                reason = _keep_failure(_problem_of(call), runner.name, error)
             if reason is None:
                 return
             refusals.append((runner.name, reason))
@@ -390,6 +417,6 @@ def problem_for(
     from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - see _cutlass
 
     spec = tuning.select(place)[0]
-    facts = "cuda:0", spec.capability, tuning.MULTIPROCESSORS[spec.arch]
+    facts = "cuda:0", spec.capabilities[0], tuning.MULTIPROCESSORS[spec.arch]
     a, b = operands
     return Problem(a, b, layout, dtype, known, *facts)

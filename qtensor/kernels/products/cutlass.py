@@ -7,13 +7,12 @@ import dataclasses
 from torch import Tensor
 
 from qtensor.cutlass_gemm import tuning
-from qtensor.cutlass_gemm.launch import Launcher, Tensors, fault
-from qtensor.cutlass_gemm.spec import ARCHS, OUTPUTS, KernelSpec
+from qtensor.cutlass_gemm.launch import Launcher, Tensors, fault, oversize
+from qtensor.cutlass_gemm.spec import ARCH_OF, OUTPUTS, KernelSpec
 from qtensor.cutlass_gemm.tuning import Want
 from qtensor.kernels.products.problem import SCALAR_FORMATS, GemmSide, Problem, whole
 from qtensor.kernels.products.reading import reading
 
-_ARCH_OF = {capability: arch for arch, capability in ARCHS.items()}
 _HADAMARD = 16
 
 
@@ -29,7 +28,7 @@ def want(problem: Problem) -> Want | str:
     a, b = problem.a, problem.b
     if problem.capability is None:
         return "kernels run on CUDA devices"
-    arch = _ARCH_OF.get(problem.capability)
+    arch = ARCH_OF.get(problem.capability)
     if arch is None:
         return f"no kernels for compute capability {problem.capability[0]}.{problem.capability[1]}"
     recipe, other = _recipe(a), _recipe(b)
@@ -56,6 +55,8 @@ def _operand_refusal(problem: Problem, recipe: str) -> str | None:
     a, b, sizes = problem.a, problem.b, problem.sizes
     if 0 in sizes:
         return "a product without elements needs no kernel"
+    if (why := oversize(sizes)) is not None:
+        return why
     if problem.batched and not (
         problem.layout == "TN" and a.label in SCALAR_FORMATS and b.label in SCALAR_FORMATS
     ):
@@ -123,6 +124,12 @@ class Cutlass:
         self.problem, self.spec, self.launcher = problem, spec, launcher
         self.detail = f": {spec.name}"
         self.a, self.b = reading(problem.a, spec.recipe), reading(problem.b, spec.recipe)
+        plain = [name for name in ("a", "b") if getattr(self, name).rearranges]
+        if plain:
+            self.detail += (
+                f"; the factors of {' and '.join(plain)} are put into tiles at every call: "
+                "quantize with swizzled=True"
+            )
 
     def __call__(
         self,
@@ -138,7 +145,7 @@ class Cutlass:
         tensors = self.tensors(out, a, b, bias)
         why = fault(tensors)
         if why is None:
-            self.launcher(tensors, beta)
+            self.launcher.launch(tensors, beta)
         return why
 
     def tensors(

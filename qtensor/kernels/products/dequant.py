@@ -112,13 +112,8 @@ class Dequant:
         right, right_factor = self._values(problem.b, b)
         left = left.mT if problem.layout == "NT" else left
         right = right.mT if problem.layout == "TN" else right
-        result = product(left, right)
-        if left_factor is not None:
-            many = left_factor.numel() > 1
-            result = result * (left_factor.reshape(*left.shape[:-1], 1) if many else left_factor)
-        if right_factor is not None:
-            result = result * right_factor
-        out.copy_(result if bias is None else result + bias.float())
+        sums = product(left, right)
+        finish_(out, sums, left_factor, right_factor, bias)
         return None
 
     def _values(self, operand: GemmSide, buffers: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -137,6 +132,28 @@ class Dequant:
         ):
             values.copy_(quantizer.decode(by_name(quantizer, buffers), operand.shape, columnwise))
         return values, factor
+
+
+def finish_(
+    out: Tensor,
+    sums: Tensor,
+    row_factor: Tensor | None,
+    column_factor: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """Write float32 sums (..., M, N), times factors, plus a bias, rounded once.
+
+    A factor is one number, or one for each row or column.
+    """
+    device = out.device.type
+    if table.floats_("finish_product", device, out, sums, row_factor, column_factor, bias):
+        return
+    if row_factor is not None:
+        many = row_factor.numel() > 1
+        sums = sums * (row_factor.reshape(*sums.shape[:-1], 1) if many else row_factor)
+    if column_factor is not None:
+        sums = sums * column_factor
+    out.copy_(sums if bias is None else sums + bias.float())
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class Reading:
         factors: returns the factors of blocks; None if the format has none.
         scale: returns one float32 factor, or one for each row; None if the format has none.
         lines: True if ``scale`` returns one factor for each row.
+        rearranges: True if ``factors`` puts the stored factors into tiles, a copy at each call.
     """
 
     codes: Reader
@@ -37,6 +38,7 @@ class Reading:
     factors: Reader | None = None
     scale: Reader | None = None
     lines: bool = False
+    rearranges: bool = False
 
 
 def reading(operand: GemmSide, recipe: str) -> Reading:
@@ -52,13 +54,15 @@ def reading(operand: GemmSide, recipe: str) -> Reading:
         return Reading(_item(data), slots, _item(factors))
     transposed = operand.side == "_columnwise" and recipe in ("mxfp8", "mxfp4")
     codes = _transposed(data) if transposed and recipe == "mxfp4" else _item(data)
-    tiles = _tiles(factors, transposed, bool(operand.option("swizzled")))
+    swizzled = bool(operand.option("swizzled"))
+    tiles = _tiles(factors, transposed, swizzled)
     if recipe != "nvfp4":
-        return Reading(codes, slots, tiles)
+        return Reading(codes, slots, tiles, rearranges=not swizzled)
     level = operand.slot(operand.global_buffer or "")
     if level is None:
         raise QTensorError(f"gemm[{operand.label}]: no {operand.global_buffer}")
-    return Reading(codes, (*slots, level), tiles, _item(level), bool(operand.option("row_scaled")))
+    scaled_rows = bool(operand.option("row_scaled"))
+    return Reading(codes, (*slots, level), tiles, _item(level), scaled_rows, not swizzled)
 
 
 def _read_fp8(operand: GemmSide) -> Reading:

@@ -132,6 +132,8 @@ def activation_(
         return
     grad = as_matrix(dy)
     strides = (*matrix.stride(), *grad.stride())
+    # Both halves of a gated kind take twice the registers.
+    constants["num_warps"] = 8 if gate else 4
     launch(
         activation_backward_kernel, programs, matrix, grad, target, *shape, *strides, **constants
     )

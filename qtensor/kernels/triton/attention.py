@@ -305,7 +305,7 @@ def values_kernel(
 @triton.jit
 def merged(most, total, values, some, other_most, other_total, other_values, other_some):
     """Return maximum, sum of weights, weighted sums and "is there a score" of two results."""
-    largest = tl.maximum(most, other_most)
+    largest = tl.maximum(most, other_most, propagate_nan=tl.PropagateNan.ALL)
     a, b = exp2(most - largest), exp2(other_most - largest)
     both = some & other_some
     sums = tl.fma(total, a, other_total * b)

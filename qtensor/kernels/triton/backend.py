@@ -13,6 +13,7 @@ from qtensor.kernels.triton import (
     append,
     attention,
     dequantize,
+    epilogue,
     float8,
     fused,
     mx,
@@ -38,6 +39,7 @@ norm_backward_ = norm.norm_backward_
 bias_grad_ = norm.bias_grad_
 attention_ = attention.attention_
 append_ = append.append_
+finish_product_ = epilogue.finish_product_
 lazy_activation = fused.lazy_activation
 lazy_norm = fused.lazy_norm
 fuses = fused.serves

@@ -87,6 +87,21 @@ def write_(
         kernels.quantize_(quantizer, named, x, scale, amax, seed)
 
 
+def amax_(quantizer: QuantizerLike, outputs: list[Tensor], x: Tensor) -> bool:
+    """Write what ``Quantizer.amax`` returns: the maxima of ``x`` for tensor-wide factors.
+
+    Returns:
+        False, with nothing written, if the call is not served.
+    """
+    kernels = backend()
+    if isinstance(kernels, str) or supports(quantizer, x.dtype) is not None:
+        return False
+    if not x.numel() or type(x) not in _PLAIN:
+        return False
+    kernels.amax_(quantizer, outputs, x)
+    return True
+
+
 def dequantize_(
     quantizer: QuantizerLike,
     buffers: Sequence[Tensor],

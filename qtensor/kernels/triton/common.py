@@ -7,7 +7,7 @@ matrix read as 0 and are never written.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div, rows_cols
+from qtensor.core.devices import device_guard
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIDES = (
@@ -28,6 +29,8 @@ SIDES = (
     "_columnwise_scale_inv",
 )
 """The buffers of a block format, in the order of its kernels' parameters."""
+PROGRAMS = 4
+"""Programs for each multiprocessor, of kernels whose programs do the work of several."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,28 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     flat = [t for a in args for t in (a if isinstance(a, tuple) else (a,))]
     device = next(t.device for t in flat if isinstance(t, Tensor | LazyMatrix))
     args = tuple(a.arguments if isinstance(a, LazyMatrix) else a for a in args)
-    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with guard:
+    with device_guard(device):
         kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
 
 
 def tiles(shape: Sequence[int], tile: tuple[int, int]) -> int:
     """Return the number of tiles of a matrix."""
     return ceil_div(shape[0], tile[0]) * ceil_div(shape[1], tile[1])
+
+
+def resident(programs: int, device: torch.device) -> int:
+    """Return how many programs to start if each can do the work of several.
+
+    A device runs about so many at once.
+    """
+    return min(programs, PROGRAMS * _multiprocessors(device))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def tile_for(shape: Sequence[int], least: tuple[int, int] = (1, 1)) -> tuple[int, int]:
@@ -91,6 +108,15 @@ def tile_for(shape: Sequence[int], least: tuple[int, int] = (1, 1)) -> tuple[int
     height = 1 if rows == 1 else 8 if rows <= 8 else 64
     height = max(height, least[0])
     return height, max(4096 // height, least[1])
+
+
+def warps_for(directions: int) -> int:
+    """Return the warps of a program that quantizes a tile of 4096 elements.
+
+    Codes of both directions take twice the registers: with more warps, a multiprocessor still runs
+    enough of them (scripts/gpu/registers.py).
+    """
+    return 8 if directions > 1 else 4
 
 
 def raw(x: Tensor) -> Tensor:
@@ -128,9 +154,26 @@ def round_bfloat16(values):
 @triton.jit
 def tile_indices(rows, cols, BM: tl.constexpr, BK: tl.constexpr):
     """Return the first row and the first column (int64) of this program's tile."""
+    return tile_at(tl.program_id(0), cols, BM, BK)
+
+
+@triton.jit
+def tile_at(index, cols, BM: tl.constexpr, BK: tl.constexpr):
+    """Return the first row and the first column (int64) of a tile."""
     across = tl.maximum(tl.cdiv(cols, BK), 1)
-    program = tl.program_id(0).to(tl.int64)
-    return program // across * BM, program % across * BK
+    # The interpreter counts loops in Python's integers.
+    index = tl.full([], 0, tl.int64) + index
+    return index // across * BM, index % across * BK
+
+
+@triton.jit
+def raise_to(most_ptr, bits):
+    """Raise a maximum (int32, the bits of a float32) to that of a tile of bits.
+
+    Nothing else is ordered by it, and the end of the kernel makes it visible: an atomic of the
+    default order would drop the L1 cache.
+    """
+    tl.atomic_max(most_ptr, tl.max(tl.max(bits, 1), 0), sem="relaxed")
 
 
 @triton.jit

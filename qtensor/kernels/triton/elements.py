@@ -1,11 +1,10 @@
 """Device functions for element codes and block factors, in integer arithmetic.
 
-- finite value)
 A float8 cast follows the rounding rules of the GPU, and Triton's interpreter rounds it wrongly.
 Codes are therefore built from the bits of the float32 value: one integer rounding if the code is
 normal, one magic addition if it is subnormal. Compile-time constants describe an element: its
 ``EXPONENT`` and ``MANTISSA`` bits and ``LARGEST``, the float32 bits of its largest finite value.
-All values are float32. finite value). All values are float32.
+All values are float32.
 """
 
 from __future__ import annotations
@@ -130,7 +129,8 @@ def e8m0_factor(code):
 @triton.jit
 def fp8_scale(amax, epsilon, overflow, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr):
     """Return encode scales ``largest / amax`` of maxima given as bits; 1 for 0, inf and NaN."""
-    known = tl.maximum(as_float(tl.where(amax >= 0x7F800000, 0, amax)), epsilon)
+    known = as_float(tl.where(amax >= 0x7F800000, 0, amax))
+    known = tl.maximum(known, epsilon, propagate_nan=tl.PropagateNan.ALL)
     known = tl.where(known > 0.0, known, 1.0)
     largest = tl.full([], LARGEST, tl.int32).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.zeros_like(known) + largest, known)

@@ -1,10 +1,8 @@
 """FP8 with one scale factor per tensor, row, column or block (docs/numerics.md, FP8).
 
-- and blocks of
 Per-tensor, per-row and per-column scaling take two kernels: the first writes maxima with atomics,
 so any number of programs takes part; the second derives factors from them and writes codes in both
-directions. Rows that fit into one program, and blocks of 128, need only one read. and blocks of 128
-need one read.
+directions. Rows that fit into one program, and blocks of 128, need only one read.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from qtensor.kernels.triton.common import (
     block_max,
     launch,
     load_tile,
+    raise_to,
     round_up,
     spread,
     store_tile,
@@ -77,7 +76,7 @@ def cast_kernel(
     scale = scale[None, :] if AXIS == 0 else scale[:, None]
     x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
     if new_amax_ptr is not None:
-        tl.atomic_max(new_amax_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0))
+        raise_to(new_amax_ptr, magnitude_bits(x))
     codes = encode(x * scale, True, EXPONENT, MANTISSA, LARGEST)
     if ROWWISE:
         store_tile(data_ptr, codes, m, k, rows, cols, cols, 1)
@@ -259,6 +258,13 @@ def _quantize_rows_(quantizer: Float8Like, out: dict[str, Tensor], x: Tensor) ->
     )
 
 
+def _warps(quantizer: Float8Like) -> int:
+    """Return the warps of a program: see ``common.warps_for``; tiles along M have 128 rows."""
+    if quantizer.two_dimensional or not quantizer.columnwise:
+        return 8 if quantizer.two_dimensional else 4
+    return 16 if quantizer.rowwise else 8
+
+
 def _quantize_blocks_(quantizer: Float8Like, out: dict[str, Tensor], x: Tensor) -> None:
     matrix = as_matrix(x)
     along_m = quantizer.columnwise or quantizer.two_dimensional
@@ -279,5 +285,5 @@ def _quantize_blocks_(quantizer: Float8Like, out: dict[str, Tensor], x: Tensor) 
         **element_constants(quantizer.element),
         BM=tile[0],
         BK=tile[1],
-        num_warps=8 if along_m else 4,
+        num_warps=_warps(quantizer),
     )

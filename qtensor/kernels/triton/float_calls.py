@@ -177,6 +177,29 @@ def cache_append_(
     return True
 
 
+def finish_product_(
+    out: Tensor,
+    sums: Tensor,
+    row_factor: Tensor | None,
+    column_factor: Tensor | None,
+    bias: Tensor | None,
+) -> bool:
+    """Write the result of a product from its float32 sums, both contiguous, in one read.
+
+    A bias is served if it has a number for each column.
+    """
+    kernels = _kernels(out, sums, row_factor, column_factor, bias)
+    if kernels is None or out.dtype not in _OUTPUTS:
+        return False
+    if bias is not None and (bias.numel() != out.shape[-1] or bias.dtype not in _OUTPUTS):
+        return False
+    kernels.finish_product_(out, sums, row_factor, column_factor, bias)
+    return True
+
+
+_OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 KERNELS: dict[str, Callable[..., bool]] = {
     "norm": norm_,
     "norm_backward": norm_backward_,
@@ -186,5 +209,6 @@ KERNELS: dict[str, Callable[..., bool]] = {
     "activation_quantize": activation_quantize_,
     "attention": attention_,
     "cache_append": cache_append_,
+    "finish_product": finish_product_,
 }
 """Op -> its kernel."""

@@ -22,6 +22,7 @@ from qtensor.kernels.triton.common import (
     tile_for,
     tile_indices,
     tiles,
+    warps_for,
 )
 from qtensor.kernels.triton.elements import (
     e8m0_code,
@@ -130,4 +131,5 @@ def quantize_(
         **element_constants(quantizer.element),
         BM=tile[0],
         BK=tile[1],
+        num_warps=warps_for(quantizer.rowwise + quantizer.columnwise),
     )

@@ -31,7 +31,15 @@ from qtensor.kernels.triton.float_math import LANES, ROW_BLOCK, add_halves, roun
 ROWS = 4
 """Rows of a program that sums along rows; each row has a warp."""
 COLUMNS = 1024
-"""Columns of a program that sums over rows."""
+"""Columns of a program that sums over a block of rows."""
+BLOCK_COLUMNS = 128
+"""Columns of a program that adds up the blocks: more programs than with ``COLUMNS``."""
+WIDE = 1024
+"""Columns that a program loads at once where no sum has an order."""
+
+
+UNROLLED = tl.constexpr(8)
+"""Steps of a sum whose loads are under way at once; they are added in order."""
 
 
 @triton.jit
@@ -61,7 +69,7 @@ def normalize(x, mean, rstd, weight_ptr, bias_ptr, k, cols, CENTERED: tl.constex
 def norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, stride_m, stride_k,
     count, eps,
-    CENTERED: tl.constexpr, BM: tl.constexpr,
+    CENTERED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Normalize BM whole rows.
 
@@ -71,12 +79,12 @@ def norm_kernel(
     mean = tl.zeros([BM], tl.float32)
     if mean_ptr is not None:
         lanes = tl.zeros([BM, LANES], tl.float32)
-        for start in range(0, cols, LANES):
+        for start in tl.range(0, cols, LANES, loop_unroll_factor=UNROLLED):
             lanes += load_tile(x_ptr, m, _columns(start), rows, cols, stride_m, stride_k)
         mean = tl.div_rn(add_halves(lanes), tl.zeros([BM], tl.float32) + count)
         tl.store(mean_ptr + m, rounded(mean, tl.float32), mask=m < rows)
     lanes = tl.zeros([BM, LANES], tl.float32)
-    for start in range(0, cols, LANES):
+    for start in tl.range(0, cols, LANES, loop_unroll_factor=UNROLLED):
         k = _columns(start)
         c = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k) - mean[:, None]
         lanes += tl.where((k < cols)[None, :], c * c, 0.0)
@@ -84,8 +92,8 @@ def norm_kernel(
     rstd = reciprocal(tl.sqrt_rn(variance))
     tl.store(rstd_ptr + m, rounded(rstd, tl.float32), mask=m < rows)
     if y_ptr is not None:
-        for start in range(0, cols, LANES):
-            k = _columns(start)
+        for start in range(0, cols, BK):
+            k = start + tl.arange(0, BK).to(tl.int64)
             x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
             y = normalize(x, mean, rstd, weight_ptr, bias_ptr, k, cols, CENTERED)
             store_tile(y_ptr, rounded(y, y_ptr.dtype.element_ty), m, k, rows, cols, cols, 1)
@@ -94,7 +102,7 @@ def norm_kernel(
 @triton.jit
 def norm_input_gradient_kernel(
     x_ptr, dy_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, rows, cols, stride_m, stride_k,
-    dy_stride_m, dy_stride_k, count, CENTERED: tl.constexpr, BM: tl.constexpr,
+    dy_stride_m, dy_stride_k, count, CENTERED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute the input gradient of BM whole rows."""
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -104,7 +112,7 @@ def norm_input_gradient_kernel(
         mean = tl.load(mean_ptr + m, mask=m < rows, other=0.0)[:, None]
     along = tl.zeros([BM, LANES], tl.float32)
     total = tl.zeros([BM, LANES], tl.float32)
-    for start in range(0, cols, LANES):
+    for start in tl.range(0, cols, LANES, loop_unroll_factor=UNROLLED):
         k = _columns(start)
         inside = (k < cols)[None, :]
         n = (load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k) - mean) * rstd
@@ -115,8 +123,8 @@ def norm_input_gradient_kernel(
         total += tl.where(inside, g, 0.0)
     along = tl.div_rn(add_halves(along), tl.zeros([BM], tl.float32) + count)[:, None]
     total = tl.div_rn(add_halves(total), tl.zeros([BM], tl.float32) + count)[:, None]
-    for start in range(0, cols, LANES):
-        k = _columns(start)
+    for start in range(0, cols, BK):
+        k = start + tl.arange(0, BK).to(tl.int64)
         n = (load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k) - mean) * rstd
         g = load_tile(dy_ptr, m, k, rows, cols, dy_stride_m, dy_stride_k)
         if weight_ptr is not None:
@@ -141,7 +149,7 @@ def sum_rows_kernel(
     k = k0 + tl.arange(0, BK)
     product = tl.zeros([1, BK], tl.float32)
     total = tl.zeros([1, BK], tl.float32)
-    for row in range(ROW_BLOCK):
+    for row in tl.range(0, ROW_BLOCK, loop_unroll_factor=UNROLLED):
         m = block * ROW_BLOCK + row + tl.arange(0, 1)
         dy = load_tile(dy_ptr, m, k, rows, cols, dy_stride_m, dy_stride_k)
         if product_ptr is not None:
@@ -164,10 +172,15 @@ def add_blocks_kernel(partial_ptr, out_ptr, blocks, cols, BK: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * BK + tl.arange(0, BK)
     total = tl.zeros([BK], tl.float32)
     offset = k
-    for _ in range(0, blocks):
+    for _ in tl.range(0, blocks, loop_unroll_factor=UNROLLED):
         total += tl.load(partial_ptr + offset, mask=k < cols, other=0.0)
         offset += cols
     tl.store(out_ptr + k, rounded(total, out_ptr.dtype.element_ty), mask=k < cols)
+
+
+def _wide(cols: int) -> int:
+    """Return how many columns a program loads at once: few widths, as each is a compilation."""
+    return WIDE if cols > LANES.value else LANES.value
 
 
 def _vector(t: Tensor | None) -> Tensor | None:
@@ -203,6 +216,7 @@ def norm_(
         eps,
         CENTERED=centered,
         BM=ROWS,
+        BK=_wide(matrix.shape[1]),
     )
 
 
@@ -236,6 +250,7 @@ def norm_backward_(
         float(matrix.shape[1]),
         CENTERED=centered,
         BM=ROWS,
+        BK=_wide(matrix.shape[1]),
     )
     _sum_rows_((dweight, dbias), (matrix, grad), mean, rstd)
 
@@ -279,5 +294,5 @@ def _sum_rows_(
     )
     for out, sums in zip(outputs, partial, strict=True):
         if sums is not None:
-            programs = ceil_div(cols, width)
-            launch(add_blocks_kernel, programs, sums, raw(out), blocks, cols, BK=width)
+            programs = ceil_div(cols, BLOCK_COLUMNS)
+            launch(add_blocks_kernel, programs, sums, raw(out), blocks, cols, BK=BLOCK_COLUMNS)

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div, round_up
+from qtensor.core.devices import check_not_captured
 from qtensor.kernels.quantizers import NVFP4Like
 from qtensor.kernels.triton.amax import amax_
-from qtensor.kernels.triton.common import SIDES, as_matrix, launch, tile_for, tiles
+from qtensor.kernels.triton.common import (
+    SIDES,
+    as_matrix,
+    launch,
+    tile_for,
+    tiles,
+    warps_for,
+)
 from qtensor.kernels.triton.nvfp4_kernels import (
     quantize_nvfp4_kernel,
     quantize_nvfp4_square_kernel,
@@ -82,6 +90,19 @@ def _tensor_factors_(
     return maxima
 
 
+def _on_device(seed: Tensor, device: torch.device) -> Tensor:
+    """Return the seed on the device of its kernel.
+
+    Raises:
+        QTensorError: it would have to be copied while a CUDA graph is captured.
+    """
+    if seed.device != device:
+        rule = f"in a CUDA graph the seed must be on {device}; every replay would use the same"
+        fix = "Pass a seed on the device, and change its value before a replay"
+        check_not_captured(device, "quantize[nvfp4]", rule, fix)
+    return seed.to(device)
+
+
 def quantize_(
     quantizer: NVFP4Like,
     out: dict[str, Tensor],
@@ -105,6 +126,7 @@ def quantize_(
     # lines have a multiple of 16 elements.
     row_length = round_up(cols, 16 if rotated["rowwise"] else 1)
     col_length = round_up(rows, 16 if rotated["columnwise"] else 1)
+    directions = quantizer.rowwise + quantizer.columnwise
     buffers = [out.get(name) for name in SIDES]
     buffers += maxima[:1] if square else [out.get("_amax_rowwise"), out.get("_amax_columnwise")]
     one_dimensional = {
@@ -120,7 +142,7 @@ def quantize_(
         tiles(matrix.shape, tile),
         matrix,
         *buffers,
-        seed.to(x.device) if stochastic and seed is not None else None,
+        _on_device(seed, x.device) if stochastic and seed is not None else None,
         rows,
         cols,
         *matrix.stride(),
@@ -136,4 +158,6 @@ def quantize_(
         STOCHASTIC=stochastic,
         BM=tile[0],
         BK=tile[1],
+        # Neither rotated nor random codes, nor square blocks, gain from more warps.
+        num_warps=warps_for(1 if square or stochastic or quantizer.with_rht else directions),
     )

@@ -14,6 +14,7 @@ from qtensor.kernels.triton.common import (
     block_max,
     join_16,
     load_tile,
+    raise_to,
     round_up,
     split_16,
     spread,
@@ -93,7 +94,8 @@ def load_side(
 def _encode_factor(factors, global_scale):
     """Return the multipliers of blocks from E4M3 codes: min(1 / (float(s) / S_enc), FLT_MAX)."""
     decoded = decode(factors, 4, 3)
-    return tl.minimum(reciprocal(decoded * reciprocal(global_scale)), FLOAT32_MAX)
+    factor = reciprocal(decoded * reciprocal(global_scale))
+    return tl.minimum(factor, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -141,8 +143,9 @@ def _quantize(
         SQUARED: True if ``FOUR_OVER_SIX`` compares squared errors.
         STOCHASTIC: True for stochastic rounding.
     """
-    known = tl.where(amax > 0.0, amax, 6.0 * E4M3_MAX)
-    global_scale = tl.minimum(tl.div_rn(tl.zeros_like(known) + 6.0 * E4M3_MAX, known), FLOAT32_MAX)
+    known = tl.where(amax <= 0.0, 6.0 * E4M3_MAX, amax)
+    global_scale = tl.div_rn(tl.zeros_like(known) + 6.0 * E4M3_MAX, known)
+    global_scale = tl.minimum(global_scale, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
     maxima = as_float(block_max(magnitude_bits(v), DM, 16))
     if FOUR_OVER_SIX:
         base = tl.div_rn(maxima, tl.zeros_like(maxima) + 6.0) * global_scale
@@ -269,8 +272,8 @@ def rotated_amax_kernel(
         v = load_side(
             x_ptr, line0, unit0, lines, length, stride_line, stride_unit, BM, BK, True, False, SIGNS
         )  # fmt: skip
-        tl.atomic_max(plain_amax_ptr, tl.max(tl.max(magnitude_bits(v), 1), 0))
+        raise_to(plain_amax_ptr, magnitude_bits(v))
     v = load_side(
         x_ptr, line0, unit0, lines, length, stride_line, stride_unit, BM, BK, True, True, SIGNS
     )  # fmt: skip
-    tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude_bits(v), 1), 0))
+    raise_to(amax_ptr, magnitude_bits(v))

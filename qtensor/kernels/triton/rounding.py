@@ -47,10 +47,11 @@ def stochastic_codes(values, noise):
     A value is rounded up with the probability that equals its distance from the lower neighbour.
 
     Args:
-        values: float32, no NaN.
+        values: float32; NaN counts as inf.
         noise: random bytes, int32, of the same shape.
     """
-    magnitude = tl.minimum(as_float(magnitude_bits(values)), 6.0)
+    magnitude = as_float(magnitude_bits(values))
+    magnitude = tl.where(magnitude < 6.0, magnitude, 6.0)
     step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
     raised = magnitude + noise.to(tl.float32) * (1.0 / 256.0) * step
     low = (raised >= 0.5).to(tl.int32) + (raised >= 1.0) + (raised >= 1.5) + (raised >= 2.0)
