@@ -410,3 +410,19 @@ def test_functions_of_other_recipes_do_not_recompile():
             compiled(torch.ones(WIDTH, WIDTH))
         others.append(recipes.CustomRecipe(factory=lambda role: "mxfp8"))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("cls", [recipes.MXFP8BlockScaling, recipes.NVFP4BlockScaling])
+def test_factors_in_tiles_change_no_result(cls):
+    results = []
+    for swizzled in (False, True):
+        recipe = cls(swizzled=swizzled)
+        assert all(recipe.quantizer(Role(t)).swizzled == swizzled for t in ("input", "weight"))
+        torch.manual_seed(0)
+        layer, x = qtensor.Linear(96, 160), torch.randn(64, 96, requires_grad=True)
+        with qtensor.autocast(recipe=recipe):
+            y = layer(x)
+        y.square().sum().backward()
+        results.append((y, x.grad, layer.weight.grad))
+    for plain, tiled in zip(*results, strict=True):
+        assert torch.equal(plain, tiled)
