@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_process
 from formats import BY_NAME
 from gemm_integers import check_kernel
 
@@ -307,6 +308,18 @@ def test_cuda_graphs() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert not out.any()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_leaves_no_context_on_the_first() -> None:
+    """A product on cuda:1, in a process that does not use cuda:0."""
+    code = (
+        "import torch, qtensor; x = torch.ones(64, 64, device='cuda:1').bfloat16(); "
+        "a = qtensor.quantize(x, 'fp8'); y = qtensor.gemm(a, a, 'TN', backend='cutlass'); "
+        "assert bool((y == 64).all()); torch.cuda.synchronize(1); "
+        "print(torch._C._cuda_hasPrimaryContext(0))"
+    )
+    assert torch_process.run(code, environment=dict(os.environ)).stdout.strip() == "False"
 
 
 def test_streams() -> None:
