@@ -62,6 +62,8 @@ mkdir -p "$work/libraries" "$work/traced"
 if [[ -d .gpu_check && ! $rehearsal ]]; then
     cp -r --no-preserve=all .gpu_check/. "$work/"
     chmod -R go-rwx "$work"
+elif [[ ! $rehearsal ]]; then
+    echo "no .gpu_check: run scripts/prepare_gpu_check.sh first, or no GEMM can be launched" | tee -a "$summary"
 fi
 export QTENSOR_CACHE_DIR=$work/libraries TRITON_CACHE_DIR=$work/triton
 # The reference is the oracle; no stage waits until the kernels of the CPU are compiled.

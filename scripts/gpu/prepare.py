@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 from time import monotonic
@@ -19,6 +20,14 @@ def one_of_each(specs: tuple[KernelSpec, ...]) -> tuple[KernelSpec, ...]:
     for spec in specs:
         first.setdefault((spec.recipe, spec.schedule), spec)
     return tuple(first.values())
+
+
+def drop_others(specs: tuple[KernelSpec, ...]) -> None:
+    """Remove libraries of other kernels and of older sources, which would travel for nothing."""
+    names = {library.library_name(spec) for spec in specs}
+    for entry in library.list_built():
+        if entry.name not in names:
+            shutil.rmtree(entry.path.parent)
 
 
 def main() -> int:
@@ -44,6 +53,7 @@ def main() -> int:
         library.build_all(specs, jobs=jobs, progress=tell)
     except BuildError:
         return 1
+    drop_others(specs)
     print(f"{len(specs)} kernels in {monotonic() - began:.0f} s, {jobs} compilers at once")
     return 0
 

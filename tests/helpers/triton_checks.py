@@ -249,6 +249,20 @@ def check_reasons() -> None:
             backend().quantize_(delayed, delayed.alloc_tensors((2,)), x, scale)
 
 
+def check_amax_of_many_tiles() -> None:
+    """A program takes the maximum of several tiles, wherever the largest number is."""
+    torch.manual_seed(5)
+    x = torch.rand(300, 300, device=device())
+    for name in ("fp8", "nvfp4"):
+        codec = qtensor.quantizer(name)
+        for place in ((0, 0), (299, 299), (150, 10), (299, 0)):
+            y = x.clone()
+            y[place] = -7.5
+            found = [torch.empty(1, device=device())]
+            backend().amax_(codec, found, y)
+            assert found[0].item() == 7.5, (name, place)
+
+
 def check_captured_seeds() -> None:
     """A seed of another device is copied, but refused while a CUDA graph is captured."""
     codec = importlib.import_module("qtensor.kernels.triton.nvfp4")

@@ -117,6 +117,10 @@ def test_what_is_not_served_has_a_reason(run):
     run(checks.check_reasons)
 
 
+def test_amax_of_many_tiles(run):
+    run(checks.check_amax_of_many_tiles)
+
+
 def test_a_seed_of_the_cpu_is_not_captured(run):
     run(checks.check_captured_seeds)
 

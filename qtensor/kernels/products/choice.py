@@ -188,6 +188,7 @@ def choose(problem: Problem) -> GemmChoice:
     return GemmChoice(tuple(runners), tuple(refusals), missing)
 
 
+_MOST_CHOICES = 4096
 _FAILED: dict[tuple[Problem, str], str] = {}
 """(problem, backend) -> what torch said when the backend tried to compute it on a GPU."""
 
@@ -202,8 +203,13 @@ def _keep_failure(problem: Problem, name: str, error: RuntimeError) -> str:
     if problem.capability is None or isinstance(error, _NOT_OF_A_BACKEND):
         raise error
     reason = f"it failed: {str(error).splitlines()[0]}"
+    if len(_FAILED) >= _MOST_CHOICES:
+        _FAILED.clear()
     _FAILED[problem, name] = reason
-    warnings.warn(f"qtensor: {name} cannot compute {problem.text()}; {reason}", RuntimeWarning, 2)
+    # Without the sizes, so that Python shows it once.
+    pair = f"{problem.a.label} x {problem.b.label}"
+    text = f"qtensor: {name} cannot compute {pair}; {reason}; another backend does (see explain)"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
     reset()
     return reason
 
@@ -233,7 +239,6 @@ class ProductCall(NamedTuple):
 
 
 _CHOICES: dict[ProductCall, GemmChoice] = {}
-_MOST_CHOICES = 4096
 
 
 def multiply_(out: Tensor, product: Product) -> None:

@@ -29,7 +29,7 @@ SIDES = (
     "_columnwise_scale_inv",
 )
 """The buffers of a block format, in the order of its kernels' parameters."""
-PROGRAMS = 4
+PROGRAMS = 8
 """Programs for each multiprocessor, of kernels whose programs do the work of several."""
 
 
