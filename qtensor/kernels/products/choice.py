@@ -198,19 +198,21 @@ def _keep_failure(problem: Problem, name: str, error: RuntimeError) -> str:
 
     Raises:
         RuntimeError: ``error``, if another backend could not do better: the memory is too small, an
-            earlier kernel has failed, or the product runs on a CPU, whose backends are our own.
+            earlier kernel has failed, no backend is left, or the product runs on a CPU, whose
+            backends are our own.
     """
-    if problem.capability is None or isinstance(error, _NOT_OF_A_BACKEND):
+    ours = problem.capability is None or name == Reference.name
+    if ours or isinstance(error, _NOT_OF_A_BACKEND):
         raise error
     reason = f"it failed: {str(error).splitlines()[0]}"
     if len(_FAILED) >= _MOST_CHOICES:
         _FAILED.clear()
     _FAILED[problem, name] = reason
+    reset()
     # Without the sizes, so that Python shows it once.
     pair = f"{problem.a.label} x {problem.b.label}"
     text = f"qtensor: {name} cannot compute {pair}; {reason}; another backend does (see explain)"
     warnings.warn(text, RuntimeWarning, stacklevel=2)
-    reset()
     return reason
 
 
