@@ -3,9 +3,9 @@
 ``python -m benchmarks.gemm [--seconds N] [--output DIR] [--no-autotune]``
 
 The shapes are the projections of Llama-3 8B and 70B (N, K) with M tokens. Each function is captured
-in a CUDA graph of several calls, so that the times are those of the GPU; the host cost of a call is
-measured separately. The functions of a shape take turns, and the median counts. The codes are
-random: zeros draw less power and run faster.
+in a CUDA graph of several calls over operands that the cache does not hold, so that the times are
+those of the GPU and its memory; the host cost of a call is measured separately. The functions of a
+shape take turns, and the median counts. The codes are random: zeros draw less power and run faster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,6 +25,8 @@ from torch import Tensor
 import qtensor
 from benchmarks.machine import environment
 from qtensor.cutlass_gemm import autotune, tuning
+from qtensor.cutlass_gemm.device_timer import Call, copies_for, time_in_turns
+from qtensor.cutlass_gemm.spec import ARCH_OF
 from qtensor.cutlass_gemm.tuning import Want
 from qtensor.kernels.products import choice
 from qtensor.kernels.products.problem import Pair, Product
@@ -39,56 +40,25 @@ PROJECTIONS = (
 LARGE = (8192, 8192, 8192)
 DENSE_PEAK = {(9, 0): 1979.0, (10, 0): 4500.0}
 """FP8 TFLOP/s without sparsity, from the vendor's data sheets (H100 and H200 SXM; B200)."""
-TURNS = 5
-BURST_MS = 3.0
-MOST_CALLS = 40
-Call = Callable[[], Any]
 
 
-def graph_of(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-    """Capture ``calls`` calls as one graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    return graph
-
-
-def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    """Return the time of one call of a graph."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
-
-
-def measure(functions: dict[str, Call]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the median milliseconds of each function, taking turns, and why others cannot run."""
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
-    errors: dict[str, str] = {}
-    for name, call in functions.items():
+def measure(functions: dict[str, list[Call]]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the milliseconds of a call of each function, and why others cannot run."""
+    possible, errors = {}, {}
+    for name, calls in functions.items():
         try:
-            for _ in range(2):
+            for call in calls:
                 call()
             torch.cuda.synchronize()
-            once = milliseconds(graph_of(call, 1), 1)
-            calls = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
-            graphs[name] = graph_of(call, calls), calls
+            possible[name] = calls
         except (
             RuntimeError,
             ValueError,
         ) as error:  # torch refuses shapes, layouts and modes with these
             errors[name] = str(error).splitlines()[0][:200]
             torch.cuda.synchronize()
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(TURNS + 1):
-        for name, (graph, calls) in graphs.items():
-            spent = milliseconds(graph, calls)
-            if turn:
-                samples[name].append(spent)
-    return {name: statistics.median(samples_ms) for name, samples_ms in samples.items()}, errors
+    device = torch.device("cuda", torch.cuda.current_device())
+    return {name: us / 1000 for name, us in time_in_turns(possible, device).items()}, errors
 
 
 def operand(name: str, rows: int, columns: int, **options: Any) -> Any:
@@ -116,8 +86,15 @@ def _codes(x: Any) -> Tensor:
     return x._data if hasattr(x, "_data") else x._rowwise_data
 
 
-def functions_of(m: int, n: int, k: int) -> dict[str, Call]:
-    """Return the functions that are compared for a shape."""
+def functions_of(m: int, n: int, k: int) -> dict[str, list[Call]]:
+    """Return the functions that are compared for a shape, each over rotating operands."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sets = [calls_of(m, n, k) for _ in range(copies_for(k * (m + n), device))]
+    return {name: [calls[name] for calls in sets] for name in sets[0]}
+
+
+def calls_of(m: int, n: int, k: int) -> dict[str, Call]:
+    """Return one call of each function, on operands of its own."""
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     a, b = operand("fp8", m, k), operand("fp8", n, k)
     rows_a, rows_b = operand("fp8_rowwise", m, k), operand("fp8_rowwise", n, k)
@@ -259,7 +236,7 @@ def markdown(report: dict[str, Any]) -> str:
 def run(seconds: float, tuned: bool) -> dict[str, Any]:
     """Measure the shapes, the most important ones first, until the time limit."""
     capability = torch.cuda.get_device_capability()
-    arch = f"sm_{capability[0]}{capability[1]}a"
+    arch = ARCH_OF[capability]
     end = perf_counter() + seconds
     tuning_rows = tune(arch, seconds / 3) if tuned else []
     shapes = [LARGE, *((m, n, k) for n, k in PROJECTIONS for m in TOKENS)]
