@@ -85,6 +85,8 @@ stage() {
     for entry in "${STAGES[@]}"; do
         [[ ${entry%:*} == "$name" ]] && limit=${entry#*:}
     done
+    # An interpreter is slower, and a rehearsal may share its machine.
+    [[ ${rehearsal:-} ]] && limit=$((limit * 4))
     local left=$((total - SECONDS - GRACE))
     limit=$((left < limit ? left : limit))
     printf '\n== %s, at most %d s\n' "$name" "$limit" | tee -a "$log"
