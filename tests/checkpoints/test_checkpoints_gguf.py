@@ -12,7 +12,7 @@ from qtensor import checkpoints
 from qtensor.checkpoints.containers.gguf import TYPES
 from tests.checkpoints.test_checkpoints_variants import E2M1, E4M3, codes, powers
 
-F32, BF16, Q4_K, MXFP4, NVFP4 = 0, 30, 12, 39, 40
+F32, BF16, Q2_K, MXFP4, NVFP4 = 0, 30, 10, 39, 40
 NO_GGUF = "the package gguf is not installed: pip install gguf"
 
 
@@ -254,17 +254,20 @@ def test_plain_tensors_and_alignments(alignment, tmp_path):
 def test_other_types_are_listed_and_refused(tmp_path):
     """A quantized tensor of another type is in the table, and asking for it names the type."""
     tensors = [
-        ("q", (2, 256), Q4_K, bytes(288)),
+        ("q", (2, 256), Q2_K, bytes(168)),
         ("new", (2, 256), 99, b""),
         ("a", (2,), F32, raw(torch.ones(2))),
     ]
     with write(tmp_path, tensors) as checkpoint:
         rows = {row.name: row for row in checkpoint.table().rows}
         assert rows["q"].kind == rows["new"].kind == "unreadable"
-        assert rows["q"].note == "warning: type Q4_K is not read; MXFP4 and NVFP4 are"
+        assert rows["q"].note == (
+            "warning: type Q2_K is not read; "
+            "MXFP4, NVFP4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K are"
+        )
         assert rows["q"].shape == (2, 256)
         assert torch.equal(checkpoint["a"], torch.ones(2))
-        for name, kind in (("q", "Q4_K"), ("new", "number 99")):
+        for name, kind in (("q", "Q2_K"), ("new", "number 99")):
             for read in (checkpoint.dense, checkpoint.__getitem__):
                 with pytest.raises(checkpoints.CheckpointError, match=kind) as raised:
                     read(name)

@@ -1,4 +1,4 @@
-"""Read and write the MXFP4 and NVFP4 weights of GGUF files.
+"""Read GGUF files, and write MXFP4 and NVFP4 weights to them.
 
 An MXFP4 block is an E8M0 byte and 16 bytes with elements j and j + 16 in the low and the high
 nibble of byte j. An NVFP4 block has 64 elements: four factors, unsigned e4m3, and for each run of
@@ -8,6 +8,8 @@ The tensor factor of an NVFP4 weight ``x.weight`` lies in a tensor of its own, `
 llama.cpp applies to the product. ``open`` therefore gives both tensors as they lie in the file. The
 name ``"x.weight times scale"`` gives the weight with its factor, and ``fold_scale=True`` reads
 every weight so, without the tensors of factors.
+
+The integer types of ``ggml_blocks`` have no format of ours: their weights are dense only.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from qtensor.checkpoints.containers.gguf import (
 from qtensor.checkpoints.containers.gguf_split import KEYS
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.errors import Place
+from qtensor.checkpoints.ggml_blocks import DECODERS
 from qtensor.checkpoints.layout_base import (
     DenseOnly,
     Group,
@@ -89,12 +92,17 @@ class GGUFLayout(Layout):
             kind, shape = types[name], shapes[name]
             if kind in PLAIN:
                 continue
+            if kind in DECODERS:
+                target = DenseOnly(f"no format holds type {kind}")
+                yield Group(name, {"codes": info}, shape, torch.float32, target, kind)
+                continue
             if kind not in FILE_TYPES:
-                reason = f"warning: type {kind} is not read; {MXFP4} and {NVFP4} are"
+                known = ", ".join((*FILE_TYPES, *DECODERS))
+                reason = f"warning: type {kind} is not read; {known} are"
                 yield Group(name, {"codes": info}, shape, torch.float32, Unreadable(reason), kind)
                 continue
-            target = api.quantizer(kind.lower())
-            group = Group(name, {"codes": info}, shape, torch.float32, target, kind)
+            quantizer = api.quantizer(kind.lower())
+            group = Group(name, {"codes": info}, shape, torch.float32, quantizer, kind)
             factor = self._sidecar(group) if kind == NVFP4 else None
             if factor is None:
                 yield group
@@ -151,9 +159,18 @@ class GGUFLayout(Layout):
         rule = "tensor factors are finite and not negative"
         return self.tensor_factor(group, stored, rule, "Export the file again")
 
+    def rows_apart(self, group: Group) -> bool:
+        """Return True for types that are dense only: a row is whole blocks."""
+        return group.scheme in DECODERS
+
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
-        """Return element times block factor, exact in float32; a tensor factor rounds once."""
+        """Return element times block factor in float32, as llama.cpp; a tensor factor rounds once.
+
+        It is exact but for types with an offset, whose subtraction rounds.
+        """
         blocks = stored["codes"]
+        if group.scheme in DECODERS:
+            return DECODERS[group.scheme](blocks).reshape(group.shape).to(dtype)
         if group.quantizer.format == "mxfp4":
             elements = arithmetic.e2m1(_elements_to_pairs(blocks[..., 1:], 16))
             factors = arithmetic.e8m0(blocks[..., :1])
