@@ -44,7 +44,12 @@ API = {
     "qtensor.distributed": ["qtensor.distributed"],
     "qtensor.debug": ["qtensor.debug"],
     "qtensor.reporting": ["qtensor.reporting"],
-    "qtensor.integrations": ["qtensor.integrations.transformers", "qtensor.integrations.offload"],
+    "qtensor.integrations": [
+        "qtensor.integrations.transformers",
+        "qtensor.integrations.offload",
+        "qtensor.integrations.diffusers",
+        "qtensor.integrations.gguf",
+    ],
 }
 """Pages of the API, and the modules that each one shows."""
 

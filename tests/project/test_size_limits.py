@@ -29,6 +29,9 @@ REASONS: dict[str, str] = {
     "qtensor/debug/recording.py::record": (
         "options of a recording, each with a default, as keywords of one public call"
     ),
+    "qtensor/integrations/gguf/writing.py::save_gguf": (
+        "public; all but three are keyword-only options"
+    ),
     "qtensor/kernels/cpu/floats.py::_fused": "what the C function takes, once for both producers",
     "qtensor/storage/ops/products.py::gemm": (
         "the public product: two operands and what to do with them, by name"
