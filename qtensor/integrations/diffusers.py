@@ -1,0 +1,372 @@
+"""Load, quantize, run and save models and pipelines of diffusers with quantized weights.
+
+Importing this module registers the method ``"qtensor"`` with diffusers and with transformers, whose
+models are the text encoders of pipelines. docs/diffusers.md shows what works.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from diffusers.quantizers import auto
+except ModuleNotFoundError as error:
+    message = "qtensor.integrations.diffusers needs diffusers: install the extra diffusers"
+    raise ModuleNotFoundError(message) from error
+from diffusers.quantizers.base import DiffusersQuantizer
+
+from qtensor import checkpoints
+from qtensor.api import parsed
+from qtensor.checkpoints import Checkpoint
+from qtensor.checkpoints.checkpoint import Rounding
+from qtensor.checkpoints.containers.memory import MemoryContainer
+from qtensor.checkpoints.modes import in_memory
+from qtensor.checkpoints.saving import writable
+from qtensor.core.errors import QTensorError, UnsupportedError, fail
+from qtensor.integrations import transformers
+from qtensor.integrations.loading import module_of
+from qtensor.storage.tensor import QuantizedTensor
+
+
+class Method(StrEnum):
+    """Name the method as diffusers names its own: it asks for ``.value``."""
+
+    QTENSOR = transformers.METHOD
+
+
+class QTensorConfig(transformers.QTensorConfig):
+    """Say how a model of diffusers is quantized, loaded and saved.
+
+    The arguments are those of ``qtensor.integrations.transformers.QTensorConfig``, so that
+    ``PipelineQuantizationConfig(quant_backend="qtensor", ...)`` serves all models of a pipeline.
+    ``modules_to_not_convert`` are parts of the names of modules: ``"proj_out"`` or ``"blocks.0."``.
+    ``save_pretrained`` writes the layout ``"qtensor"``; ``qtensor.checkpoints.save`` writes others.
+    """
+
+    @property
+    def quant_method(self) -> Method:
+        """Return the method as diffusers names its own."""
+        return Method.QTENSOR
+
+    @quant_method.setter
+    def quant_method(self, name: str) -> None:
+        """Take the name that the base class sets, which is that of the method."""
+
+
+class QTensorQuantizer(DiffusersQuantizer):
+    """Load and save quantized parameters for ``from_pretrained`` and ``from_single_file``.
+
+    Attributes:
+        dense: weights that are plain parameters, with the reason: the checkpoint has them in no
+            format of ours, or they do not fit the format that was asked for.
+    """
+
+    use_keep_in_fp32_modules = True
+    quantization_config: QTensorConfig
+
+    def __init__(self, quantization_config: QTensorConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.dense: dict[str, str] = {}
+        self._checkpoint: Checkpoint | None = None
+        self._dtype: torch.dtype | None = None
+        self._fp32: list[str] = []
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
+        """Note the dtype that weights show."""
+        self._dtype = torch_dtype
+        return torch_dtype
+
+    def validate_environment(self, *_: object, device_map: Any = None, **__: object) -> None:
+        """Refuse devices that cannot hold quantized parameters while loading.
+
+        Raises:
+            UnsupportedError: ``device_map`` names the disk.
+        """
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            fix = "Load on the CPU, then use group or sequential offload"
+            rule = "from_pretrained cannot offload quantized weights to disk"
+            fail("from_pretrained", rule, device_map, fix, UnsupportedError)
+
+    # ---- stored weights
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: Any) -> list[str]:
+        """Open the files of a folder, and return the logical names of their tensors.
+
+        Raises:
+            QTensorError: a format is asked for and the files hold quantized weights, or neither.
+        """
+        files = [str(file) for file in checkpoint_files]
+        if not all(file.endswith(".safetensors") for file in files):
+            return loaded_keys
+        checkpoint = checkpoints.open(_path_of(files))
+        self._check(checkpoint)
+        if not checkpoint.groups:
+            checkpoint.close()
+            return loaded_keys
+        self._checkpoint = checkpoint
+        return [name for name in checkpoint if not checkpoint.is_factor(name)]
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a format for quantized weights, and plain weights without a format."""
+        wanted = self.quantization_config.format
+        if wanted is not None and checkpoint.groups:
+            got = f"layout {checkpoint.layout!r} in {checkpoint.path}"
+            rule = "a format is for checkpoints without quantized weights"
+            fail("QTensorConfig", rule, got, "Pass QTensorConfig() without a format")
+        if wanted is None and not checkpoint.groups:
+            rule = "QTensorConfig() without a format loads quantized weights"
+            got = f"{checkpoint.path}, which has none"
+            fail("QTensorConfig", rule, got, 'Pass a format: QTensorConfig("nvfp4")')
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the logical tensors of the stored ones, quantized where a format holds them.
+
+        ``state_dict`` are those of one file: of a folder that is open, or of a single file.
+        """
+        if self._checkpoint is not None:
+            return self._read(self._checkpoint, state_dict)
+        if self.quantization_config.format is not None:
+            return state_dict
+        if any(isinstance(tensor, QuantizedTensor) for tensor in state_dict.values()):
+            return state_dict  # of load_single_file
+        checkpoint = _described(state_dict)
+        self._check(checkpoint)
+        return self._read(checkpoint, state_dict)
+
+    @in_memory
+    def _read(self, checkpoint: Checkpoint, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint of which a file holds the first part."""
+        first = {
+            next(iter(group.roles.values())).name: name
+            for name, group in checkpoint.groups.items()
+            if group.listed
+        }
+        parts = {info.name for group in checkpoint.groups.values() for info in group.roles.values()}
+        found: dict[str, Tensor] = {}
+        for name in stored:
+            if name in first:
+                tensor = checkpoint[first[name]]
+                why = checkpoint.why_dense(first[name])
+                if why is not None:
+                    self.dense[first[name]] = why
+                found[first[name]] = _in_dtype(tensor, self._dtype)
+            elif name not in parts and not checkpoint.is_factor(name):
+                found[name] = checkpoint[name]
+        return found
+
+    @property
+    def supports_parallel_loading(self) -> bool:
+        """Return False: the files of a folder are read through one open checkpoint."""
+        return False
+
+    # ---- parameters
+
+    def check_if_quantized_param(
+        self, model: nn.Module, param_value: Tensor, param_name: str, *_: object, **__: object
+    ) -> bool:
+        """Return True for quantized values, and for the weights that are quantized now."""
+        if isinstance(param_value, QuantizedTensor):
+            return True
+        text = self.quantization_config.format
+        module, key = module_of(model, param_name)
+        if text is None or key != "weight" or not isinstance(module, nn.Linear):
+            return False
+        skipped = [*(self.quantization_config.modules_to_not_convert or ()), *self._fp32]
+        return not any(part in param_name for part in skipped)
+
+    def create_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: Tensor,
+        param_name: str,
+        target_device: Any,
+        *_: object,
+        **__: object,
+    ) -> None:
+        """Set a frozen, quantized parameter; a weight that does not fit the format stays plain."""
+        module, key = module_of(model, param_name)
+        value = param_value.to(target_device)
+        if not isinstance(value, QuantizedTensor):
+            try:
+                value = parsed(str(self.quantization_config.format))(value)
+            except QTensorError as error:
+                self.dense[param_name] = str(error)
+        quantized = isinstance(value, QuantizedTensor)
+        module._parameters[key] = nn.Parameter(value, requires_grad=not quantized)
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, keep_in_fp32_modules: Any = (), **_: object
+    ) -> None:
+        self._fp32 = [name for name in keep_in_fp32_modules or () if name]
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+            self._checkpoint = None
+        return model
+
+    def _dequantize(self, model: nn.Module) -> nn.Module:
+        """Replace quantized parameters by their values."""
+        for module in model.modules():
+            for key, parameter in list(module._parameters.items()):
+                if isinstance(parameter, QuantizedTensor):
+                    module._parameters[key] = nn.Parameter(parameter.detach().dequantize())
+        return model
+
+    # ---- saving
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Any], safe_serialization: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the stored tensors of the layout ``qtensor``, and the texts of the header.
+
+        Raises:
+            UnsupportedError: ``safe_serialization`` is False.
+        """
+        if not safe_serialization:
+            fix = "Leave safe_serialization out"
+            fail("save_pretrained", "files are safetensors", "pickles", fix, UnsupportedError)
+        writer = writable(self.quantization_config.layout, "")({})
+        stored: dict[str, Tensor] = {}
+        for name, tensor in state_dict.items():
+            parts = (writer.encode if isinstance(tensor, QuantizedTensor) else writer.plain)(
+                name, tensor.detach()
+            )
+            stored |= {key: transformers._alone(part) for key, part in parts.items()}
+        return stored, writer.metadata(state_dict)
+
+    @property
+    def is_serializable(self) -> bool:
+        """Return True: ``save_pretrained`` writes the layout ``qtensor``.
+
+        Raises:
+            UnsupportedError: the config names another layout; nothing is written yet.
+        """
+        if self.quantization_config.layout != transformers.METHOD:
+            fix = "Call qtensor.checkpoints.save(model.state_dict(), path, layout=)"
+            rule = 'save_pretrained of diffusers writes layout="qtensor"'
+            got = self.quantization_config.layout
+            fail("save_pretrained", rule, got, fix, UnsupportedError)
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return True: gradients flow through frozen weights to adapters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return True: ``torch.compile`` takes quantized parameters."""
+        return True
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor that shows a dtype; codes are shared."""
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.quantizer.assemble(tensor.buffers(), tensor.shape, dtype)
+    return tensor.to(dtype)
+
+
+def _path_of(files: list[str]) -> str:
+    """Return the path with which ``checkpoints.open`` reads files: the file, or their index."""
+    if len(files) == 1:
+        return files[0]
+    names = {os.path.basename(file) for file in files}
+    for index in glob.glob(os.path.join(os.path.dirname(files[0]), "*.safetensors.index.json")):
+        with open(index, encoding="utf-8") as file:
+            if set(json.load(file)["weight_map"].values()) == names:
+                return index
+    fix = "Download the whole folder"
+    fail("from_pretrained", "an index lists the shards", ", ".join(sorted(names)), fix)
+
+
+def _described(state_dict: Mapping[str, Tensor]) -> Checkpoint:
+    """Return the tensors of a single file as a checkpoint, by the descriptions among them.
+
+    diffusers hands them over without the header of the file, which may describe them instead.
+
+    Raises:
+        CheckpointError: the layout is not known.
+    """
+    container = MemoryContainer(state_dict, "the single file")
+    return Checkpoint(container, "bfl" if _is_bfl(state_dict) else None)
+
+
+def _is_bfl(state_dict: Mapping[str, Tensor]) -> bool:
+    """Return True for factors of rows, or of blocks in the order of rows, without a description.
+
+    diffusers has the same rule: a file with such names is one of Black Forest Labs.
+    """
+    names = {name.rpartition(".")[2] for name in state_dict}
+    if names & {"comfy_quant", "scaled_fp8"}:
+        return False
+    return any(
+        name.endswith(".weight_scale") and scale.ndim == (1 if scale.itemsize == 4 else 2)
+        for name, scale in state_dict.items()
+    )
+
+
+def load_single_file(
+    model_class: type,
+    path: str | os.PathLike[str],
+    *,
+    rounding: Rounding = None,
+    layout: str | None = None,
+    shape: Mapping[str, tuple[int, ...]] | None = None,
+    **options: Any,
+) -> Any:
+    """Return a model of diffusers with the weights of a quantized single file.
+
+    ``model_class.from_single_file(path, quantization_config=QTensorConfig())`` reads files whose
+    tensors describe themselves, and those of Black Forest Labs. This function also reads the
+    header, where ComfyUI may keep its description.
+
+    Args:
+        model_class: such as ``diffusers.FluxTransformer2DModel``.
+        path: a safetensors file of ComfyUI or Black Forest Labs, or another one that
+            ``qtensor.checkpoints.open`` reads.
+        rounding: None for quantized parameters, which decode by our arithmetic; ``"origin"`` for
+            plain ones, with the values of the origin to the last bit.
+        layout: name of the layout, ``"bfl"`` for a file of Black Forest Labs; by default it is
+            recognised.
+        shape: ComfyUI: names of weights and their shapes before padding.
+        **options: arguments of ``from_single_file``, such as ``config`` and ``torch_dtype``.
+
+    Raises:
+        CheckpointError: the file is not sound, or its layout is not known.
+    """
+    own: dict[str, Any] = {} if shape is None else {"shape": shape}
+    dtype = options.get("torch_dtype", options.get("dtype"))
+    with checkpoints.open(path, layout, **own) as checkpoint:
+        state = {}
+        for name in checkpoint:
+            if checkpoint.is_factor(name):
+                continue
+            if rounding == "origin" and name in checkpoint.groups:
+                state[name] = checkpoint.dense(name, dtype)
+            else:
+                state[name] = _in_dtype_of_weights(checkpoint, name, dtype)
+        if rounding is None and checkpoint.groups:
+            options["quantization_config"] = QTensorConfig()
+    return model_class.from_single_file(state, **options)  # type: ignore[attr-defined]
+
+
+def _in_dtype_of_weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> Tensor:
+    tensor = checkpoint[name]
+    return _in_dtype(tensor, dtype) if name in checkpoint.groups else tensor
+
+
+auto.AUTO_QUANTIZER_MAPPING[Method.QTENSOR.value] = QTensorQuantizer
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[Method.QTENSOR.value] = QTensorConfig
+
+__all__ = ["QTensorConfig", "QTensorQuantizer", "load_single_file"]
