@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 from diffusers.quantizers.base import DiffusersQuantizer
 
 from qtensor import checkpoints
-from qtensor.api import parsed
+from qtensor.api import parsed, quantizer_of
 from qtensor.checkpoints import Checkpoint
 from qtensor.checkpoints.checkpoint import Rounding
 from qtensor.checkpoints.containers.memory import MemoryContainer
@@ -273,7 +273,7 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or tensor.dtype == dtype:
         return tensor
     if isinstance(tensor, QuantizedTensor):
-        return tensor.quantizer.assemble(tensor.buffers(), tensor.shape, dtype)
+        return quantizer_of(tensor).assemble(tensor.buffers(), tensor.shape, dtype)
     return tensor.to(dtype)
 
 

@@ -14,8 +14,8 @@ from qtensor.checkpoints.errors import Place, refuse
 class MemoryContainer:
     """Give tensors by name, as a safetensors file without a header text does."""
 
-    kind = "safetensors"
-    folder = None
+    kind: str = "safetensors"
+    folder: str | None = None
 
     def __init__(self, tensors: Mapping[str, Tensor], path: str = "the state dict") -> None:
         """Take the stored tensors.
@@ -27,7 +27,7 @@ class MemoryContainer:
         self._tensors = dict(tensors)
         self.headers: tuple[Mapping[str, str], ...] = ()
         self.extra: Mapping[str, Any] = {}
-        self.infos: dict[str, TensorInfo] = {}
+        infos: dict[str, TensorInfo] = {}
         for name, tensor in self._tensors.items():
             dtype = STORED_NAMES.get(tensor.dtype)
             if dtype is None:
@@ -35,7 +35,8 @@ class MemoryContainer:
                 refuse(Place(path, name), rule, tensor.dtype, "Leave the tensor out")
             shape = tuple(tensor.shape)
             shape = (*shape[:-1], 2 * shape[-1]) if dtype == "F4" else shape
-            self.infos[name] = TensorInfo(name, dtype, shape, path, 0, tensor.nbytes)
+            infos[name] = TensorInfo(name, dtype, shape, path, 0, tensor.nbytes)
+        self.infos: Mapping[str, TensorInfo] = infos
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, which is shared."""
