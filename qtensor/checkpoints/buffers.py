@@ -129,3 +129,10 @@ def rowwise_parts(tensor: QuantizedTensor) -> Parts:
         fix = "Quantize it"
         fail("rowwise_parts", rule, tensor.quantizer.canonical, fix)
     return Parts(**found)
+
+
+def unshared(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares no storage: safetensors refuses shared memory."""
+    tensor = tensor.detach().contiguous()
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone()

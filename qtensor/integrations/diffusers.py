@@ -26,6 +26,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from qtensor import checkpoints
 from qtensor.api import parsed, quantizer_of
 from qtensor.checkpoints import Checkpoint
+from qtensor.checkpoints.buffers import unshared
 from qtensor.checkpoints.checkpoint import Rounding
 from qtensor.checkpoints.containers.memory import MemoryContainer
 from qtensor.checkpoints.modes import in_memory
@@ -240,7 +241,7 @@ class QTensorQuantizer(DiffusersQuantizer):
             parts = (writer.encode if isinstance(tensor, QuantizedTensor) else writer.plain)(
                 name, tensor.detach()
             )
-            stored |= {key: transformers._alone(part) for key, part in parts.items()}
+            stored |= {key: unshared(part) for key, part in parts.items()}
         return stored, writer.metadata(state_dict)
 
     @property

@@ -32,6 +32,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 import qtensor
 from qtensor import checkpoints
 from qtensor.api import parsed
+from qtensor.checkpoints.buffers import unshared
 from qtensor.checkpoints.layout_base import find_layout
 from qtensor.checkpoints.saving import writable
 from qtensor.core.errors import UnsupportedError, fail
@@ -273,7 +274,7 @@ class QTensorQuantizer(HfQuantizer):
                 parts = writer.encode(name, tensor)
             else:
                 parts = writer.plain(name, tensor)
-            stored.update({key: _alone(part) for key, part in parts.items()})
+            stored.update({key: unshared(part) for key, part in parts.items()})
         entry = writer.config().get("quantization_config")
         if entry is None and writer.files():
             rule = f"layout {layout!r} has files that save_pretrained does not write"
@@ -358,13 +359,6 @@ def _plain_config(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     return config
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares no storage: safetensors refuses shared memory."""
-    tensor = tensor.detach().contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone()
 
 
 def _open(files: list[str] | None) -> checkpoints.Checkpoint | None:
