@@ -399,6 +399,17 @@ def test_a_gguf_file_replaces_a_safetensors_file_of_the_folder(tmp_path):
         assert list(checkpoint) == ["b"]
 
 
+def test_a_conversion_says_whose_names_a_file_has(tmp_path):
+    """llama.cpp does not know the names of transformers."""
+    tensors = {"model.norm.weight": torch.ones(4)}
+    config = {"model_type": "llama", "hidden_size": 4}
+    checkpoints.save(tensors, tmp_path / "x", layout="plain", config=config)
+    report = checkpoints.convert(tmp_path / "x", tmp_path / "y.gguf", layout="gguf")
+    assert any("save_gguf" in note for note in report.notes)
+    with checkpoints.open(tmp_path / "y.gguf") as found:
+        assert list(found) == ["model.norm.weight"]
+
+
 # ---- the package gguf
 
 

@@ -98,6 +98,29 @@ def test_the_config_has_the_arguments_of_that_of_transformers():
     assert QTensorConfig("nvfp4").quant_method.value == ours.METHOD
 
 
+def test_a_model_that_quantize_chose_factors_for(tmp_path):
+    """``quantize_`` with a rounding, then a folder that loads without a copy."""
+    made = model("sd3")
+    qtensor.quantize_(made, "nvfp4", lambda _, name: "blocks" in name, rounding="mse")
+    want, codes = run(made), quantized(made)
+    made.save_config(tmp_path)
+    checkpoints.save(made.state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
+    again = load("sd3", tmp_path, quantization_config=QTensorConfig())
+    assert quantized(again).keys() == codes.keys()
+    assert torch.equal(run(again), want)
+
+
+@pytest.mark.nightly(reason="compiles a whole model")
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_compiled(name, tmp_path):
+    """Not the UNet: it compares versions in its forward, which Dynamo does not trace."""
+    made = load_quantized(name, "nvfp4", tmp_path)
+    want = run(made)
+    torch._dynamo.reset()
+    made.compile(backend="aot_eager")
+    torch.testing.assert_close(run(made), want, rtol=0.02, atol=0.02)
+
+
 # ---- pipelines
 
 

@@ -226,6 +226,24 @@ def test_experts_of_a_folder(tmp_path):
     assert torch.equal(logits(again), logits(made))
 
 
+def test_factors_of_activations(tmp_path):
+    """``input_scale`` of ModelOpt stays beside its weight; factors of a KV cache are left out."""
+    made = quantized("qwen3-moe", "nvfp4", tmp_path / "dense")
+    state = dict(weights(made))
+    extra = {"self_attn.q_proj.input_scale": 0.5, "self_attn.k_proj.k_scale": 2.0}
+    extra |= {f"mlp.experts.{e}.up_proj.input_scale": e + 0.25 for e in range(4)}
+    for name, value in extra.items():
+        state[f"model.layers.0.{name}"] = torch.tensor(value)
+    left_out = save_gguf(state, tmp_path / "x.gguf", made.config)
+    assert list(left_out) == ["model.layers.0.self_attn.k_proj.k_scale"]
+    theirs = decoded(tmp_path / "x.gguf")
+    assert theirs["blk.0.attn_q.input_scale"].tolist() == [0.5]
+    assert theirs["blk.0.ffn_up_exps.input_scale"].tolist() == [0.25, 1.25, 2.25, 3.25]
+    with open_gguf(tmp_path / "x.gguf") as again:
+        assert again["model.layers.0.self_attn.q_proj.input_scale"].item() == 0.5
+        assert again["model.layers.0.mlp.experts.2.up_proj.input_scale"].item() == 2.25
+
+
 def load_back(path, folder):
     with open_gguf(path) as found:
         checkpoints.save(found, folder, config=found.config)

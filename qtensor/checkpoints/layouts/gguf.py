@@ -308,6 +308,12 @@ class GGUFLayoutWriter(Writer):
         place = Place("", "", self.layout)
         return {key: gguf_value(value, place) for key, value in pairs.items()}
 
+    def notes(self) -> list[str]:
+        """Return whose names a model of transformers has in the file."""
+        if "model_type" not in self.model_config:
+            return []
+        return ["names are the source's; qtensor.integrations.gguf.save_gguf writes llama.cpp's"]
+
     def config(self) -> dict[str, Any]:
         """Return no config.json: a GGUF file holds its key-values."""
         return {}

@@ -175,6 +175,8 @@ def _stored(name: str, tensor: Tensor, scaled: bool) -> Tensor:
         if not scaled and ".ffn_" in name and tensor.quantizer.format == "nvfp4":
             _check_factor(name, tensor)
         return tensor
+    if not tensor.ndim:
+        return tensor.float().reshape(1)
     matrix = tensor.ndim > 1 and name.endswith(".weight")
     if not matrix or name.endswith(("_norm.weight", ".ffn_gate_inp.weight")):
         return tensor.float()
