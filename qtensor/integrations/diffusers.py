@@ -134,13 +134,11 @@ class QTensorQuantizer(DiffusersQuantizer):
         """
         if self._checkpoint is not None:
             return self._read(self._checkpoint, state_dict)
-        if self.quantization_config.format is not None:
-            return state_dict
         if any(isinstance(tensor, QuantizedTensor) for tensor in state_dict.values()):
             return state_dict  # of load_single_file
         checkpoint = _described(state_dict)
         self._check(checkpoint)
-        return self._read(checkpoint, state_dict)
+        return self._read(checkpoint, state_dict) if checkpoint.groups else state_dict
 
     @in_memory
     def _read(self, checkpoint: Checkpoint, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -155,9 +153,8 @@ class QTensorQuantizer(DiffusersQuantizer):
         for name in stored:
             if name in first:
                 tensor = checkpoint[first[name]]
-                why = checkpoint.why_dense(first[name])
-                if why is not None:
-                    self.dense[first[name]] = why
+                if not isinstance(tensor, QuantizedTensor):
+                    self.dense[first[name]] = str(checkpoint.why_dense(first[name]))
                 found[first[name]] = _in_dtype(tensor, self._dtype)
             elif name not in parts and not checkpoint.is_factor(name):
                 found[name] = checkpoint[name]

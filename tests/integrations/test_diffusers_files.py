@@ -99,6 +99,8 @@ def test_comfyui(name, fmt, tmp_path):
     made = check(name, path, tmp_path)
     again = open_file(name, path, tmp_path, quantization_config=QTensorConfig())
     assert torch.equal(run(again), run(made))
+    with pytest.raises(qtensor.QTensorError, match="checkpoints without quantized weights"):
+        open_file(name, path, tmp_path, quantization_config=QTensorConfig("fp8"))
 
 
 def test_comfyui_described_in_the_header(tmp_path):

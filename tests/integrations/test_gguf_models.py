@@ -363,6 +363,27 @@ def test_tensors_without_a_place(tmp_path):
         open_gguf(tmp_path / "z.gguf")
 
 
+def test_tensors_that_are_missing(tmp_path):
+    """A lost shard is named instead of a file that llama.cpp refuses."""
+    made = model("llama")
+    state = weights(made)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(UnsupportedError, match=r"no blk\.1\.ffn_up\.weight"):
+        save_gguf(state, tmp_path / "x.gguf", made.config)
+    made = model("mixtral")
+    state = weights(made)
+    del state["model.layers.0.block_sparse_moe.experts.1.w2.weight"]
+    with pytest.raises(UnsupportedError, match=r"none for \[1\]"):
+        save_gguf(state, tmp_path / "x.gguf", made.config)
+    save_gguf(model("llama"), tmp_path / "x.gguf")
+    with checkpoints.open(tmp_path / "x.gguf") as found:
+        pairs = found.source.extra["key_values"]
+        part = {key: found[key] for key in found if "output_norm" not in key}
+        checkpoints.save(part, tmp_path / "y.gguf", layout="gguf", config=pairs)
+    with pytest.raises(UnsupportedError, match=r"no output_norm\.weight"):
+        open_gguf(tmp_path / "y.gguf")
+
+
 def test_factors_that_llama_cpp_forgets(tmp_path):
     """Its graphs of these families do not multiply by the factors of feed-forward layers."""
     made = quantized("gemma2", "nvfp4", tmp_path)

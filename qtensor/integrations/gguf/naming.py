@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from qtensor.storage.tensor import QuantizedTensor
 Make = Callable[..., Tensor]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+FREQUENCIES = "rope_freqs.weight"
+"""The tensor with the frequency factors of Llama 3, which transformers has in the config."""
 _SUFFIXES = ("weight", "bias", "input_scale")
 _PREFIXES = {
     "model.language_model.": "model.",
@@ -59,7 +61,7 @@ def plain_name(name: str) -> str:
 def to_gguf(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> Plan:
     """Return how each tensor of a file is made from those of transformers."""
     plan = Plan({}, [])
-    experts: dict[str, list[str]] = {}
+    experts: dict[str, dict[int, str]] = {}
     for name in names:
         known = plain_name(name)
         if family.experts is not None and f".{family.experts.module}." in known:
@@ -71,8 +73,17 @@ def to_gguf(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> 
         else:
             plan.entries[own] = Entry((name,), _to_values(family, config, own))
     for own, sources in experts.items():
-        plan.entries[own] = Entry(tuple(sources), _joined)
+        plan.entries[own] = Entry(_in_order(own, sources), _joined)
     return plan
+
+
+def _in_order(own: str, sources: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the tensors of all experts in the order of their numbers."""
+    missing = sorted({*range(max(sources) + 1)} - sources.keys())
+    if missing:
+        fix = "Download the missing shard, or pass the whole state dict"
+        fail("gguf", f"{own} has every expert", f"none for {missing[:5]}", fix, UnsupportedError)
+    return tuple(sources[number] for number in sorted(sources))
 
 
 def _joined(*tensors: Tensor) -> Tensor:
@@ -119,7 +130,7 @@ def _to_values(family: Family, config: Mapping[str, Any], name: str) -> Make:
 
 
 def _to_experts(
-    plan: Plan, stacks: dict[str, list[str]], experts: Experts, name: str, known: str
+    plan: Plan, stacks: dict[str, dict[int, str]], experts: Experts, name: str, known: str
 ) -> None:
     """Add a tensor of the experts of a layer to a plan."""
     found = _LAYER.fullmatch(known)
@@ -127,11 +138,8 @@ def _to_experts(
     key = inner.removeprefix(f"{experts.module}.")
     one = re.fullmatch(r"(\d+)\.(\w+)\.(weight|input_scale)", key)
     if one and one[2] in experts.projections:
-        sources = stacks.setdefault(f"blk.{block}.{experts.projections[one[2]]}.{one[3]}", [])
-        if int(one[1]) != len(sources):
-            _insert(sources, int(one[1]), name)
-        else:
-            sources.append(name)
+        own = f"blk.{block}.{experts.projections[one[2]]}.{one[3]}"
+        stacks.setdefault(own, {})[int(one[1])] = name
         return
     bias = key.endswith("_bias")
     suffix = "bias" if bias else "weight"
@@ -148,12 +156,6 @@ def _to_experts(
             plan.entries[f"blk.{block}.ffn_{part}_exps.{suffix}"] = Entry((name,), make)
     else:
         plan.unknown.append(name)
-
-
-def _insert(sources: list[str], number: int, name: str) -> None:
-    """Put the tensor of an expert in its place; files list experts in the order of texts."""
-    sources += [""] * (number + 1 - len(sources))
-    sources[number] = name
 
 
 def _rows_of(weight: Tensor, start: int = 0, step: int = 1, bias: bool = False) -> Tensor:
@@ -277,3 +279,21 @@ def check_known(names: Sequence[str], family: Family, fix: str) -> None:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         rule = f"every tensor has a place in a model of {family.architecture}"
         fail("gguf", rule, ", ".join(names[:5]) + more, fix, UnsupportedError)
+
+
+def check_complete(family: Family, layers: int, names: Container[str]) -> None:
+    """Refuse a model of a file without all of its weights.
+
+    Raises:
+        UnsupportedError: one of the names of the file is missing.
+    """
+    modules = [*family.block.values()]
+    modules += family.experts.projections.values() if family.experts is not None else ()
+    needed = ["token_embd.weight", "output_norm.weight"]
+    needed += [f"blk.{layer}.{module}.weight" for layer in range(layers) for module in modules]
+    missing = [name for name in needed if name not in names]
+    if missing:
+        rule = f"a model of {family.architecture} with {layers} layers has all of its weights"
+        got = f"no {', '.join(missing[:3])}"
+        fix = "Download the missing shard, or pass the whole state dict"
+        fail("gguf", rule, got, fix, UnsupportedError)

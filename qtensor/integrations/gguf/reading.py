@@ -12,9 +12,13 @@ from qtensor import checkpoints
 from qtensor.checkpoints import Checkpoint
 from qtensor.integrations.gguf.families import family_in
 from qtensor.integrations.gguf.metadata import config_of, text_config
-from qtensor.integrations.gguf.naming import Renamed, check_known, to_transformers
-
-_FREQUENCIES = "rope_freqs.weight"
+from qtensor.integrations.gguf.naming import (
+    FREQUENCIES,
+    Renamed,
+    check_complete,
+    check_known,
+    to_transformers,
+)
 
 
 class GGUFModel(Mapping[str, Tensor]):
@@ -40,12 +44,13 @@ class GGUFModel(Mapping[str, Tensor]):
         name = pairs.get("general.architecture")
         family = family_in(name, f"{name}.expert_count" in pairs)
         shapes = {row.name: row.shape for row in checkpoint.table().rows}
-        factors = checkpoint[_FREQUENCIES] if shapes.pop(_FREQUENCIES, None) else None
+        factors = checkpoint[FREQUENCIES] if shapes.pop(FREQUENCIES, None) else None
         if config is None:
             config = config_of(family, pairs, "output.weight" not in shapes, factors)
         self.config = dict(config)
         plan = to_transformers(family, text_config(self.config), shapes)
         check_known(plan.unknown, family, "Read the file with qtensor.checkpoints.open")
+        check_complete(family, text_config(self.config)["num_hidden_layers"], shapes)
         self._tensors = Renamed(plan, checkpoint.__getitem__)
 
     def __getitem__(self, name: str) -> Tensor:

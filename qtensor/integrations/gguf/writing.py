@@ -18,7 +18,15 @@ from qtensor.checkpoints.nvfp4_factor import factor_in
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.integrations.gguf.families import family_of
 from qtensor.integrations.gguf.metadata import frequency_factors, key_values, text_config
-from qtensor.integrations.gguf.naming import Renamed, check_known, plain_name, to_gguf
+from qtensor.integrations.gguf.naming import (
+    FREQUENCIES,
+    Entry,
+    Renamed,
+    check_complete,
+    check_known,
+    plain_name,
+    to_gguf,
+)
 from qtensor.storage.tensor import QuantizedTensor
 
 PathLike = str | os.PathLike[str]
@@ -65,7 +73,7 @@ def save_gguf(
     Raises:
         CheckpointError: GGUF cannot hold a weight, or the file exists.
         UnsupportedError: the family is not among these, llama.cpp computes something else than the
-            config says, a tensor has no place, or ``decode`` is None and needed.
+            config says, a tensor has no place or is missing, or ``decode`` is None and needed.
     """
     if isinstance(model, (str, os.PathLike)):
         with open_with_factors(model) as checkpoint:
@@ -84,13 +92,13 @@ def save_gguf(
     names, left_out = _selected(state, config)
     plan = to_gguf(family, config, names)
     check_known(plan.unknown, family, "Pass a state dict without them")
-    reader = _Reader(state, decode)
-    finish = functools.partial(_stored, scaled=family.scaled or accept_unscaled)
-    tensors: dict[str, Tensor] | Renamed = Renamed(plan, reader.read, finish)
-    pairs = {**key_values(family, config), **_metadata(metadata)}
+    check_complete(family, config["num_hidden_layers"], plan.entries)
     factors = frequency_factors(config)
     if factors is not None:
-        tensors = {**tensors, "rope_freqs.weight": factors}
+        plan.entries[FREQUENCIES] = Entry((), lambda: factors)
+    finish = functools.partial(_stored, scaled=family.scaled or accept_unscaled)
+    tensors = Renamed(plan, _Reader(state, decode).read, finish)
+    pairs = {**key_values(family, config), **_metadata(metadata)}
     checkpoints.save(tensors, path, layout="gguf", config=pairs, overwrite=overwrite)
     return left_out
 
