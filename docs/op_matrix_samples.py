@@ -157,7 +157,31 @@ COMPUTED: dict[str, Sample] = {
         A.dequantize(o.matrix) if isinstance(o.matrix, QuantizedTensor) else o.matrix
     ),
     "embedding": lambda o: A.embedding(o.matrix, o.rows),
+    "addmm_": lambda o: A.addmm_(torch.ones(ROWS, COLS), o.matrix, plain(o.square)),
+    "baddbmm_": lambda o: A.baddbmm_(
+        torch.ones(2, ROWS, ROWS), o.batch, plain(o.batch).mT.contiguous()
+    ),
+    "_native_multi_head_attention": lambda o: A._native_multi_head_attention(
+        *[plain(o.batch)] * 3, COLS, 4, *_projections(o)
+    ),
+    "_transformer_encoder_layer_fwd": lambda o: A._transformer_encoder_layer_fwd(
+        plain(o.batch),
+        COLS,
+        4,
+        *_projections(o),
+        True,
+        False,
+        1e-5,
+        *[torch.ones(COLS), torch.zeros(COLS)] * 2,
+        *[o.square, torch.zeros(COLS)] * 2,
+    ),
 }
+
+
+def _projections(o: Operands) -> list[Any]:
+    """Return weights and biases of the projections of attention, the first for q, k and v."""
+    return [torch.cat([o.square] * 3), torch.zeros(3 * COLS), o.square, torch.zeros(COLS)]
+
 
 _ALONE = """
 abs neg sign sqrt rsqrt exp exp2 log log2 log1p expm1 reciprocal square sin cos tanh sigmoid erf
@@ -200,6 +224,7 @@ DEQUANTIZED: dict[str, Sample] = {
     "native_layer_norm": lambda o: A.native_layer_norm(o.matrix, [COLS], o.vector, o.vector, 1e-5),
     "native_dropout": lambda o: A.native_dropout(o.matrix, 0.5, True),
     "topk": lambda o: A.topk(o.matrix, 3),
+    **_each("_linalg_svd linalg_qr", lambda n: lambda o: getattr(A, n)(o.square)),
     "bincount": lambda o: A.bincount(torch.arange(COLS) % 7, o.vector),
     "new_ones": lambda o: A.new_ones(o.matrix, [3]),
     "new_full": lambda o: A.new_full(o.matrix, [3], 0.5),
@@ -287,7 +312,7 @@ REFUSED: dict[str, Sample] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda o: (
         A._scaled_dot_product_flash_attention_for_cpu(*[o.batch.unsqueeze(0)] * 3)
     ),
-    "linalg_svd": lambda o: A.linalg_svd(o.matrix),
+    "linalg_eigh": lambda o: A.linalg_eigh(o.square),
     "bitwise_and": lambda o: A.bitwise_and(o.matrix, o.other),
     "set_": lambda o: A.set_(o.matrix.detach(), o.other),
     "resize_": lambda o: A.resize_(o.matrix.detach(), [4, 4]),

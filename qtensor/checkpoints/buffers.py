@@ -7,6 +7,7 @@ hold them in tiles. The codes are shared wherever the shape allows.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -131,8 +132,15 @@ def rowwise_parts(tensor: QuantizedTensor) -> Parts:
     return Parts(**found)
 
 
-def unshared(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares no storage: safetensors refuses shared memory."""
-    tensor = tensor.detach().contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone()
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no storage, which safetensors refuses."""
+    seen: set[int] = set()
+    done = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().contiguous()
+        storage = own.untyped_storage()
+        if storage.nbytes() != own.nbytes or storage._cdata in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage()._cdata)
+        done[name] = own
+    return done

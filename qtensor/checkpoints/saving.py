@@ -17,6 +17,7 @@ from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, Tensor
 from qtensor.checkpoints.containers.shard_files import INDEX_SUFFIX, read_json
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
 from qtensor.checkpoints.layout_base import Writer, find_layout, layouts
+from qtensor.checkpoints.layouts.qtensor import without_note
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.publishing import FolderSwap, restore
 from qtensor.storage.tensor import QuantizedTensor
@@ -405,6 +406,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     MLX repeats its entry under ``quantization``; models of several parts may hold the entry in that
     of the language model.
     """
+    config = without_note(config)
     left = {k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")}
     if isinstance(left.get("quantization"), dict) and "bits" in left["quantization"]:
         del left["quantization"]

@@ -238,8 +238,8 @@ class QTensorQuantizer(DiffusersQuantizer):
             parts = (writer.encode if isinstance(tensor, QuantizedTensor) else writer.plain)(
                 name, tensor.detach()
             )
-            stored |= {key: unshared(part) for key, part in parts.items()}
-        return stored, writer.metadata(state_dict)
+            stored |= parts
+        return unshared(stored), writer.metadata(state_dict)
 
     @property
     def is_serializable(self) -> bool:

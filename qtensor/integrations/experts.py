@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from qtensor.api import quantizer_of
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.torch_state import is_composite
 from qtensor.integrations.stacking import stack
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
+from qtensor.quantizers import Quantizer
+from qtensor.storage.ops.dispatch import is_view
 from qtensor.storage.ops.grouped import check_call, group_sizes, grouped_product
 from qtensor.storage.ops.products import gemm_operands
 from qtensor.storage.tensor import QuantizedTensor
@@ -76,6 +80,11 @@ class ExpertWeights(torch.Tensor):
         return self._stored
 
     @property
+    def quantizer(self) -> Quantizer:
+        """Return the quantizer of ``stored``."""
+        return quantizer_of(self._stored)
+
+    @property
     def swapped(self) -> bool:
         """Return True if the logical shape is (E, K, N)."""
         return self._swapped
@@ -89,6 +98,14 @@ class ExpertWeights(torch.Tensor):
         """Return the values of all experts as a plain tensor of the logical shape."""
         values = self._stored.dequantize(dtype)
         return values.transpose(-2, -1) if self._swapped else values
+
+    def data_ptr(self) -> int:
+        """Raise the error of quantized tensors: a library would write raw memory."""
+        return self._stored.data_ptr()
+
+    def storage(self) -> Any:
+        """Raise an error, as ``data_ptr`` does."""
+        return self._stored.storage()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         canonical = self._stored.quantizer.canonical
@@ -121,11 +138,17 @@ class ExpertWeights(torch.Tensor):
         cls, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Options | None = None
     ) -> Any:
         handler = _HANDLERS.get(func._schema.name)
-        if handler is None:
-            rule = f"{func} is not defined for the weights of experts"
-            fix = "Call .dequantize() first, or select an expert: weight[e]"
-            fail("ExpertWeights", rule, str(types), fix, UnsupportedError)
-        return handler(func, args, kwargs or {})
+        if handler is not None:
+            if is_view(func) and torch.is_inference_mode_enabled() and not args[0].is_inference():
+                with torch.inference_mode(False):
+                    return handler(func, args, kwargs or {})
+            return handler(func, args, kwargs or {})
+        if is_composite(func):
+            # In inference mode torch does not decompose composite ops before dispatch.
+            return func.decompose(*args, **(kwargs or {}))
+        rule = f"{func} is not defined for the weights of experts"
+        fix = "Call .dequantize() first, or select an expert: weight[e]"
+        fail("ExpertWeights", rule, str(types), fix, UnsupportedError)
 
 
 def _rebuild(stored: QuantizedTensor, swapped: bool, is_parameter: bool) -> Any:
@@ -157,6 +180,16 @@ def _of_stored(func: OpOverload, args: Args, kwargs: Options) -> Any:
     if not isinstance(done, QuantizedTensor):
         return done.transpose(-2, -1) if weight._swapped else done
     return ExpertWeights(done, weight._swapped)
+
+
+def _copy(func: OpOverload, args: Args, kwargs: Options) -> Any:
+    """Handle ``weight.copy_(other)``, which ``load_state_dict`` calls."""
+    weight, source = args[:2]
+    alike = isinstance(source, ExpertWeights) and source._swapped == weight._swapped
+    if not isinstance(weight, ExpertWeights) or not alike:
+        _refuse("the weights of experts are copied to those of the same orientation", source)
+    weight._stored.copy_(source._stored)
+    return weight
 
 
 def _transpose(func: OpOverload, args: Args, kwargs: Options) -> Any:
@@ -262,6 +295,7 @@ _HANDLERS: dict[str, Handler] = {
     "aten::lift_fresh": _share,
     "aten::contiguous": _share,
     "aten::clone": _of_stored,
+    "aten::copy_": _copy,
     "aten::_to_copy": _of_stored,
     "aten::_pin_memory": _of_stored,
     "aten::transpose": _transpose,

@@ -8,7 +8,9 @@ docs/transformers.md shows what works.
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,17 +27,16 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message) from error
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
-import qtensor
 from qtensor import checkpoints
 from qtensor.api import parsed
 from qtensor.checkpoints.buffers import unshared
-from qtensor.checkpoints.layout_base import find_layout
-from qtensor.checkpoints.saving import writable
+from qtensor.checkpoints.layouts.qtensor import NOTE, read_label, without_note
+from qtensor.checkpoints.saving import without_quantization, writable
 from qtensor.core.errors import UnsupportedError, fail
+from qtensor.debug.layers import is_conv1d
 from qtensor.integrations.caches import QTensorCache, kv_scales
 from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.latent_attention import absorb_latent_attention
@@ -46,84 +47,15 @@ from qtensor.integrations.loading import (
     module_of,
     transforms,
 )
+from qtensor.integrations.methods import take_methods
+from qtensor.integrations.quantization_config import METHOD, QTensorConfig
 from qtensor.integrations.stacking import common_factors, quantize_each
-from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.weights.layers import match
+from qtensor.weights.shown import WeakMethod, show_formats
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-METHOD = "qtensor"
-_VERSION = 1
-
-
-@register_quantization_config(METHOD)
-class QTensorConfig(QuantizationConfigMixin):
-    """Say how a model of transformers is quantized, loaded and saved.
-
-    Attributes:
-        format: canonical text of the quantizer for weights, or None to load what a checkpoint
-            stores.
-        modules_to_not_convert: names of modules that stay as they are, besides the output
-            embeddings and tied weights.
-        layout: the layout that ``save_pretrained`` writes.
-    """
-
-    def __init__(
-        self,
-        format: str | Quantizer | None = None,
-        *,
-        modules_to_not_convert: list[str] | None = None,
-        layout: str = METHOD,
-        **entry: Any,
-    ) -> None:
-        """Make a configuration.
-
-        Args:
-            format: format of the weights, such as ``"nvfp4"``, ``"mxfp8"`` or a quantizer; None for
-                checkpoints that are quantized already.
-            modules_to_not_convert: names of modules, as transformers matches them: from the start
-                of a name, as a regular expression, or as a suffix.
-            layout: name of the layout that ``save_pretrained`` writes, such as ``"qtensor"`` or
-                ``"compressed-tensors"``; it must be one that ``qtensor.checkpoints`` writes.
-            **entry: other keys of ``quantization_config`` in a config.json of ours.
-
-        Raises:
-            QTensorError: the format, the layout or a key is unknown.
-        """
-        if entry.pop("quant_method", METHOD) != METHOD or entry.pop("version", _VERSION) != 1:
-            fail("QTensorConfig", f"quant_method is {METHOD!r}, version 1", entry, "Update qtensor")
-        if entry:
-            fix = "Pass format, modules_to_not_convert or layout"
-            fail("QTensorConfig", "its arguments must be known", ", ".join(entry), fix)
-        self.quant_method = METHOD
-        self.format = None if format is None else _weight_format(format)
-        self.modules_to_not_convert = modules_to_not_convert
-        if find_layout(layout).writer is None:
-            fix = 'Use layout="qtensor"'
-            fail("QTensorConfig", "save_pretrained writes the layout", layout, fix)
-        self.layout = layout
-        self._entry: dict[str, Any] | None = None
-
-    def get(self, key: str, default: object = None) -> Any:
-        """Return a value of ``to_dict``; transformers asks a config for ``quant_method`` so."""
-        return self.to_dict().get(key, default)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return ``quantization_config`` of config.json, as the layout last written has it."""
-        if self._entry is not None:
-            return dict(self._entry)
-        return {"quant_method": METHOD, "version": _VERSION}
-
-
-def _weight_format(format: str | Quantizer) -> str:
-    """Return the canonical text of a quantizer for weights."""
-    quantizer = parsed(format) if isinstance(format, str) else qtensor.quantizer(format)
-    if quantizer.needs_scale or not quantizer.rowwise or quantizer.columnwise:
-        fix = 'Pass a format such as "nvfp4", "mxfp8" or "fp8"'
-        rule = "weights are quantized rowwise, with factors of their own values"
-        fail("QTensorConfig", rule, quantizer.canonical, fix)
-    return quantizer.canonical
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @register_quantizer(METHOD)
@@ -152,6 +84,8 @@ class QTensorQuantizer(HfQuantizer):
         self.reader: Reader | None = None
         self.dense: dict[str, str] = {}
         self.kept: list[str] = []
+        self.kept_always: list[str] = []
+        """Modules that stay dense even where the dict of formats names them."""
         self._device: torch.types.Device = None
 
     def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
@@ -168,14 +102,26 @@ class QTensorQuantizer(HfQuantizer):
             devices = set(device_map.values())
             self._device = devices.pop() if len(devices) == 1 else None
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Take out of a config what described the files: they decide what is loaded."""
+        _set_fusions(config, without_note(vars(config)).get("fusion_config"))
+        _forget_text_entry(config)
+        return config
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: object
     ) -> Any:
         """Open the checkpoint, and find out which parameters to quantize."""
         config = self.quantization_config
-        self.kept = self.get_modules_to_not_convert(
-            model, config.modules_to_not_convert, model._keep_in_fp32_modules, True
-        )
+        kept, wide = config.modules_to_not_convert, model._keep_in_fp32_modules
+        self.kept = self.get_modules_to_not_convert(model, kept, wide, True)
+        tied = [
+            name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair
+        ]
+        self.kept_always = [*tied, *(kept or ()), *(wide or ())]
+        if isinstance(config.format, dict):
+            layers = [_layer_of(model, name) for name, _ in model.named_parameters()]
+            match("QTensorConfig", config.format, [name for name in layers if name], "format")
         checkpoint = _open(checkpoint_files)
         if checkpoint is not None and checkpoint.groups:
             if config.format is not None:
@@ -183,9 +129,9 @@ class QTensorQuantizer(HfQuantizer):
                 rule = "a format is for checkpoints without quantized weights"
                 fail("from_pretrained", rule, got, "Pass QTensorConfig() without a format")
             self.reader = Reader(checkpoint, dict(model.state_dict()), model.dtype)
-            ignored = [f"(^|\\.){name}$" for name in sorted(_factor_names(checkpoint))]
-            known = list(model._keys_to_ignore_on_load_unexpected or [])
-            model._keys_to_ignore_on_load_unexpected = known + ignored
+            ignored = {rf"(^|\.){name}$" for name in _factor_names(checkpoint)}
+            known = set(model._keys_to_ignore_on_load_unexpected or ())
+            model._keys_to_ignore_on_load_unexpected = known | ignored
         elif config.format is None:
             rule = "QTensorConfig() without a format loads quantized weights"
             got = "a checkpoint that has none"
@@ -204,15 +150,21 @@ class QTensorQuantizer(HfQuantizer):
         self, model: PreTrainedModel, param_name: str, **_: object
     ) -> bool:
         """Return True for the parameters that are quantized while loading."""
-        if self.reader is not None or self.quantization_config.format is None:
-            return False
-        module, key = module_of(model, param_name)
-        parameter = module._parameters.get(key)
-        if parameter is None or not should_convert_module(param_name.rpartition(".")[0], self.kept):
-            return False
-        if isinstance(module, torch.nn.Linear):
-            return key == "weight"
-        return parameter.ndim == 3 and getattr(module, "num_experts", -1) == parameter.shape[0]
+        return self.reader is None and self._format_of(model, param_name) is not None
+
+    def _format_of(self, model: PreTrainedModel, param_name: str) -> str | None:
+        """Return the format in which a parameter is quantized while loading, or None."""
+        formats = self.quantization_config.format
+        layer = _layer_of(model, param_name)
+        if formats is None or layer is None:
+            return None
+        kept = self.kept_always if isinstance(formats, dict) and layer in formats else self.kept
+        if not should_convert_module(param_name.rpartition(".")[0], kept):
+            return None
+        if isinstance(formats, str):
+            return formats
+        found = match("QTensorConfig", formats, [layer], "format", every=False)
+        return formats[found[layer]] if found else None
 
     def get_quantize_ops(self) -> QuantizeWeight:
         """Return the operation that the loader applies to a parameter."""
@@ -222,10 +174,12 @@ class QTensorQuantizer(HfQuantizer):
         """Return the frozen, quantized parameter of a plain one."""
         if not self.param_needs_quantization(model, name):
             return values
-        quantizer = parsed(str(self.quantization_config.format))
-        if values.ndim == 2:
-            return torch.nn.Parameter(quantizer(values), requires_grad=False)
+        quantizer = parsed(str(self._format_of(model, name)))
         module, _ = module_of(model, name)
+        if values.ndim == 2:
+            turned = is_conv1d(module)
+            weight = quantizer(values.t() if turned else values)
+            return torch.nn.Parameter(weight.t() if turned else weight, requires_grad=False)
         swapped = is_transposed(module)
         rows = values.transpose(-2, -1).contiguous() if swapped else values
         weight = ExpertWeights(quantize_each(rows, quantizer), swapped)
@@ -239,10 +193,16 @@ class QTensorQuantizer(HfQuantizer):
             self.reader = None
         if self._device is not None and torch.device(self._device).type != "cpu":
             model.to(self._device)
+        for module in model.modules():
+            show_formats(module)
+        if not isinstance(vars(model).get("get_memory_footprint"), WeakMethod):
+            model.get_memory_footprint = WeakMethod(_footprint, model)
+            model.register_load_state_dict_pre_hook(_assemble_stored)
         return model
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
         """Replace quantized parameters by their values."""
+        self.update_attn_implementation(model.config)
         if isinstance(dtype, str):
             # After a save, model.config.dtype is a name.
             dtype = getattr(torch, dtype)
@@ -274,18 +234,82 @@ class QTensorQuantizer(HfQuantizer):
                 parts = writer.encode(name, tensor)
             else:
                 parts = writer.plain(name, tensor)
-            stored.update({key: unshared(part) for key, part in parts.items()})
-        entry = writer.config().get("quantization_config")
+            stored.update(parts)
+        config = writer.config()
+        entry = config.get("quantization_config")
         if entry is None and writer.files():
             rule = f"layout {layout!r} has files that save_pretrained does not write"
             fix = f"Call qtensor.checkpoints.save(weights(model), path, layout={layout!r}, config=)"
             fail("save_pretrained", rule, ", ".join(writer.files()), fix, UnsupportedError)
         self.quantization_config._entry = entry
-        return stored, writer.metadata(state)
+        _set_fusions(model.config, config.get("fusion_config"))
+        return unshared(stored), writer.metadata(state)
 
     def is_serializable(self) -> bool:
         """Return True: ``save_pretrained`` writes ``QTensorConfig.layout``."""
         return True
+
+
+def _layer_of(model: PreTrainedModel, param_name: str) -> str | None:
+    """Return the name of the layer whose weight a parameter is, as ``quantize_`` names layers."""
+    module, key = module_of(model, param_name)
+    parameter = module._parameters.get(key)
+    if parameter is None:
+        return None
+    if isinstance(module, torch.nn.Linear) or is_conv1d(module):
+        return param_name.rpartition(".")[0] if key == "weight" else None
+    stacked = parameter.ndim == 3 and getattr(module, "num_experts", -1) == parameter.shape[0]
+    return param_name if stacked else None
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Let ``save_pretrained`` write the quantized weights of a model that was loaded without them.
+
+    ``qtensor.quantize_`` does this for models of transformers. Call it where parameters were
+    replaced by hand.
+
+    Args:
+        model: a model; it gets what ``from_pretrained`` with a ``QTensorConfig`` gives it.
+
+    Raises:
+        UnsupportedError: another library has quantized the model.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        config = copy.deepcopy(model.config)
+        for module in model.modules():
+            if getattr(module, "config", None) is model.config and module is not model:
+                module.config = config
+        model.config = config
+        model.hf_quantizer = quantizer = QTensorQuantizer(QTensorConfig())
+        model.is_quantized, model.quantization_method = True, METHOD
+    if not isinstance(quantizer, QTensorQuantizer):
+        rule = "a model has weights of one library"
+        fix = "Load it without quantization first"
+        fail("attach", rule, type(quantizer).__name__, fix, UnsupportedError)
+    quantizer.postprocess_model(model)
+
+
+def _assemble_stored(
+    model: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Put weights together that a file of our layout stores in parts: ``Trainer`` loads it so."""
+    state_dict.pop(NOTE, None)
+    for name, parameter in model.named_parameters(prefix.removesuffix(".")):
+        text = read_label(state_dict[name]) if name in state_dict else None
+        if text is not None and _quantized(parameter):
+            own = parameter.stored if isinstance(parameter, ExpertWeights) else parameter
+            quantizer = parsed(text)
+            parts = [state_dict.pop(f"{name}.{keyword}") for keyword in quantizer.keywords]
+            weight = quantizer.assemble(parts, own.shape, own.dtype)
+            is_own = own is parameter
+            state_dict[name] = weight if is_own else ExpertWeights(weight, parameter.swapped)
+
+
+def _footprint(model: PreTrainedModel, return_buffers: bool = True) -> int:
+    """Return the bytes of a model; transformers counts values times the bytes of their dtype."""
+    tensors = [*model.parameters(), *(model.buffers() if return_buffers else ())]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def pretrained_config(
@@ -317,10 +341,15 @@ def pretrained_config(
         fail("pretrained_config", rule, f"the file {os.fspath(path)!r}", fix)
     config = AutoConfig.from_pretrained(path, **kwargs)
     config.quantization_config = quantization_config or QTensorConfig()
+    _forget_text_entry(config)
+    return config
+
+
+def _forget_text_entry(config: PreTrainedConfig) -> None:
+    """Remove the quantization entry of the part of a config that describes the language model."""
     text = config.get_text_config(decoder=True)
     if text is not config and getattr(text, "quantization_config", None) is not None:
         del text.quantization_config
-    return config
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -336,10 +365,10 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     Returns:
         Quantized and plain tensors by name.
     """
-    state = {key: t for key, t in model.state_dict().items() if isinstance(t, Tensor)}
-    plain = {key: t for key, t in state.items() if not _quantized(t)}
-    kept = remove_tied_weights_from_state_dict(plain, model)
-    state = {key: t for key, t in state.items() if key in kept or _quantized(t)}
+    found = {k: t for k, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    plain = {key: t.detach() for key, t in found.items() if not _quantized(t)}
+    kept = {*remove_tied_weights_from_state_dict(plain, model), *_untied(model, found)}
+    state = {key: _experts_of(t.detach()) for key, t in found.items() if key in kept}
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     done = {}
@@ -351,14 +380,38 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return done
 
 
+def _experts_of(tensor: Tensor) -> Tensor:
+    """Return quantized weights (E, N, K) as those of experts, which can be split up."""
+    stacked = isinstance(tensor, QuantizedTensor) and tensor.ndim == 3
+    return ExpertWeights(tensor) if stacked else tensor
+
+
+def _untied(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterable[str]:
+    """Return the names of quantized parameters, each parameter once.
+
+    Of several names, the one that the model ties the others to is kept.
+    """
+    targets = model.all_tied_weights_keys
+    names: dict[int, str] = {}
+    for name in sorted(state, key=lambda name: name in targets):
+        if _quantized(state[name]):
+            names.setdefault(id(state[name]), name)
+    return names.values()
+
+
 def _quantized(tensor: object) -> bool:
     return isinstance(tensor, (QuantizedTensor, ExpertWeights))
 
 
 def _plain_config(model: PreTrainedModel) -> dict[str, Any]:
-    config = model.config.to_dict()
-    config.pop("quantization_config", None)
-    return config
+    return without_quantization(model.config.to_dict())
+
+
+def _set_fusions(config: PreTrainedConfig, fusions: dict[str, Any] | None) -> None:
+    """Set ``fusion_config``, by which files of ours stop loaders that do not know them."""
+    config.fusion_config = fusions
+    if not fusions:
+        del config.fusion_config
 
 
 def _open(files: list[str] | None) -> checkpoints.Checkpoint | None:
@@ -382,7 +435,9 @@ __all__ = [
     "QTensorConfig",
     "QTensorQuantizer",
     "absorb_latent_attention",
+    "attach",
     "kv_scales",
     "pretrained_config",
+    "take_methods",
     "weights",
 ]

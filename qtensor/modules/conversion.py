@@ -11,6 +11,7 @@ from qtensor.core.texts import aligned
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _TITLES = ("layer", "in -> out", "count", "note")
+_DENSE_TITLES = ("module", "class", "count", "share of the values, each")
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,14 @@ class Conversion:
         title: the conversion and its recipe.
         swapped: layers that were replaced, or got another recipe.
         skipped: unchanged layers; each note gives the reason.
+        dense: every module with plain parameters of its own, linear or not; each note gives their
+            share of the values of the model. ``quantize_`` alone lists them.
     """
 
     title: str
     swapped: tuple[LayerReport, ...]
     skipped: tuple[LayerReport, ...]
+    dense: tuple[LayerReport, ...] = ()
 
     @property
     def heading(self) -> str:
@@ -50,11 +54,19 @@ class Conversion:
 
     def __str__(self) -> str:
         lines = [self.heading]
-        for what, reports in (("swapped", self.swapped), ("skipped", self.skipped)):
-            if reports:
-                table = aligned([_TITLES, *_rows(reports)])
-                lines += ["", f"{what} ({len(reports)})", *[f"  {line}" for line in table]]
+        for what, titles, reports in self._tables():
+            table = aligned([titles, *_rows(reports)])
+            lines += ["", what, *[f"  {line}" for line in table]]
         return "\n".join(lines)
+
+    def _tables(self) -> list[tuple[str, tuple[str, ...], tuple[LayerReport, ...]]]:
+        """Return the heading, the titles of the columns and the rows of each table."""
+        tables = [
+            ("swapped", _TITLES, self.swapped),
+            ("skipped", _TITLES, self.skipped),
+            ("plain", _DENSE_TITLES, self.dense),
+        ]
+        return [(f"{what} ({len(rows)})", titles, rows) for what, titles, rows in tables if rows]
 
     __repr__ = __str__
 
@@ -90,11 +102,9 @@ def _print_rich(conversion: Conversion) -> None:
 
     console = Console(highlight=False)
     console.print(Text(conversion.heading))
-    for what, reports in (("swapped", conversion.swapped), ("skipped", conversion.skipped)):
-        if not reports:
-            continue
-        table = Table(title=f"{what} ({len(reports)})", box=box.SIMPLE, title_justify="left")
-        for title in _TITLES:
+    for what, titles, reports in conversion._tables():
+        table = Table(title=what, box=box.SIMPLE, title_justify="left")
+        for title in titles:
             table.add_column(title, overflow="fold")
         for row in _rows(reports):
             table.add_row(*map(Text, row))

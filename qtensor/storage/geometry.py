@@ -472,7 +472,7 @@ def select_rows(
     Returns:
         Buffers, in slot order, of a tensor of shape (count, d1, ..., dn).
     """
-    rows = _row_positions(index, t.shape)
+    inner = math.prod(t.shape[1:-1])
     result = []
     for slot in t._quantizer.slots if slots is None else slots:
         buffer = getattr(t, slot.name)
@@ -480,16 +480,17 @@ def select_rows(
         if position is None:
             result.append(buffer)
             continue
-        if slot.dims[position].per != 1 or slot.swizzled:
+        axis = slot.dims[position]
+        # An entry of dim 0 may hold several rows: with whole blocks, none shares a factor.
+        if slot.swizzled or inner % axis.per:
             return None
-        is_lead = slot.dims[position].axis == "lead"
-        result.append(buffer.index_select(position, index if is_lead else rows))
+        each = 1 if axis.axis == "lead" else inner // axis.per * axis.units
+        result.append(buffer.index_select(position, _positions(index, each)))
     return result
 
 
-def _row_positions(index: Tensor, shape: Shape) -> Tensor:
-    """Return the rows of the (M, K) view that the entries ``index`` of dim 0 cover, in order."""
-    if len(shape) == 2:
+def _positions(index: Tensor, each: int) -> Tensor:
+    """Return the positions that the entries ``index`` cover, if ``each`` lie in an entry."""
+    if each == 1:
         return index
-    inner = math.prod(shape[1:-1])
-    return (index[:, None] * inner + torch.arange(inner, device=index.device)).reshape(-1)
+    return (index[:, None] * each + torch.arange(each, device=index.device)).reshape(-1)

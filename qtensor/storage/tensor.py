@@ -383,10 +383,11 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """
         fix = (
             "Use t.buffers() for the bytes. To save, use torch.save, or qtensor.checkpoints.save "
-            "for safetensors; or give safetensors the tensors in t.buffers() and rebuild with "
-            "t.quantizer.assemble(buffers, shape, dtype). For async_save of "
-            "torch.distributed.checkpoint, pass async_stager=qtensor.distributed.Stager(). "
-            f"To offload a model to disk, {_OFFLOAD}"
+            "for safetensors; before save_pretrained of a model of transformers, call "
+            "attach(model) of qtensor.integrations.transformers; or give safetensors the tensors "
+            "in t.buffers() and rebuild with t.quantizer.assemble(buffers, shape, dtype). For "
+            "async_save of torch.distributed.checkpoint, pass "
+            f"async_stager=qtensor.distributed.Stager(). To offload a model to disk, {_OFFLOAD}"
         )
         self._refuse_memory("data_ptr", fix)
 

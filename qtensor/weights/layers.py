@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.core.texts import some
@@ -147,6 +148,23 @@ def linear_layers(
     return layers, skipped
 
 
+def dense_modules(model: nn.Module) -> tuple[LayerReport, ...]:
+    """Return a report of each module with plain parameters of its own: their share of all values.
+
+    A parameter of several modules counts for the first of them.
+    """
+    values = {id(p): p.numel() for p in model.parameters() if not is_lazy(p)}
+    total = max(sum(values.values()), 1)
+    reports = []
+    for name, module in model.named_modules():
+        plain = [p for p in module._parameters.values() if not hasattr(p, "quantizer")]
+        share = sum(values.pop(id(p), 0) for p in plain) / total
+        if share:
+            kind = plain_class(module).__name__
+            reports.append(LayerReport(name or "(root)", kind, f"{100 * share:.3g} %"))
+    return tuple(reports)
+
+
 def _layers_of(module: nn.Module, name: str) -> dict[str, LinearLayer]:
     """Return the layers of one module by name: none, one, or the weights of stacked experts."""
     if isinstance(module, GroupedLinear):
@@ -234,17 +252,20 @@ def replaced(layers: Iterable[LinearLayer], weights: Iterable[Sequence[Tensor]])
             layer.restore(parameters)
 
 
-def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> dict[str, str]:
+def match(
+    op: str, patterns: Iterable[str], names: Iterable[str], what: str, every: bool = True
+) -> dict[str, str]:
     """Return the first pattern that matches each name; names without one are left out.
 
-    ``what`` is the argument that holds the patterns, the most important first.
+    ``what`` is the argument that holds the patterns, the most important first. With ``every``, each
+    must match a name.
     """
     patterns, names = list(patterns), list(names)
     for pattern in patterns:
         if not isinstance(pattern, str):
             rule, fix = f"each pattern of {what} is a string", 'Pass names or patterns, like "*.q"'
             fail(op, rule, repr(pattern), fix, ArgumentTypeError)
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if every and not any(fnmatchcase(name, pattern) for name in names):
             rule = f"each pattern of {what} must match a linear layer that can be quantized"
             fail(op, rule, repr(pattern), f"Choose among the layers: {some(names) or '(none)'}")
     found = {}

@@ -15,9 +15,11 @@ from qtensor.functional.linear.layer_plan import weight_canonical
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.quantizers import Quantizer
-from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
+from qtensor.weights.layers import Filter, LinearLayer, dense_modules, linear_layers, match
+from qtensor.weights.libraries import tell_libraries
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.rounding import Layer, Progress, Rounding, as_rounding, round_weights
+from qtensor.weights.shown import show_formats
 
 
 def quantize_(
@@ -66,8 +68,8 @@ def quantize_(
         progress: called after each layer, with (layers done, all layers, its name).
 
     Returns:
-        The layers that were quantized, and those that were skipped with the reason. Its repr is a
-        table.
+        The layers that were quantized, those that were skipped with the reason, and every module
+        whose values stay plain, with its share of all values. Its repr is a table.
 
     Raises:
         QTensorError: a format is unknown, or takes its scale from earlier steps; a key matches no
@@ -103,13 +105,16 @@ def quantize_(
             linear, text = done.linear, done.quantizer.canonical
             bits = 8 * linear.nbytes / linear.values
             notes[done.name] = f"{text}, {bits:.2f} bits a value{note}{linear.note}"
+            for module in linear.modules:
+                show_formats(module)
             if progress is not None:
                 progress(len(notes), len(wanted), done.name)
+    tell_libraries(model)
     swapped = tuple(_report(each.name, each.linear, notes[each.name]) for each in wanted)
     title = f"quantize_ to {format if isinstance(format, str) else 'the formats given'}"
     if chosen_rounding.chooses:
         title += f" with {rounding if isinstance(rounding, str) else chosen_rounding}"
-    return Conversion(title, swapped, tuple(skipped))
+    return Conversion(title, swapped, tuple(skipped), dense_modules(model))
 
 
 def as_quantizer(op: str, format: Format | None) -> Quantizer | None:

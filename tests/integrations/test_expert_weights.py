@@ -110,9 +110,15 @@ def test_only_the_experts_with_rows_are_multiplied(monkeypatch):
     assert len(products) == 3
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_views_share_the_codes(swapped):
-    weight = experts("nvfp4", swapped)
+def test_views_share_the_codes(swapped, mode):
+    weight = torch.nn.Parameter(experts("nvfp4", swapped), requires_grad=False)
+    with mode():
+        check_views(weight, swapped)
+
+
+def check_views(weight, swapped):
     dense = weight.dequantize()
     codes = weight.stored.buffers()[0].data_ptr()
     for view in (weight.mT, weight.detach(), weight.permute(0, 2, 1), weight.contiguous()):
@@ -125,6 +131,17 @@ def test_views_share_the_codes(swapped):
     assert torch.equal(halves[1].dequantize(), dense.chunk(2, dim=2 if swapped else 1)[1])
     assert torch.equal(weight.split(1)[2].squeeze(0).dequantize(), dense[2])
     assert torch.equal(weight.to(torch.bfloat16).dequantize(), dense.to(torch.bfloat16))
+
+
+def test_experts_in_whole_blocks_of_128():
+    """Each expert has blocks of its own, so the experts of tokens are gathered by their codes."""
+    quantizer = qtensor.quantizer("fp8_blockwise", block_scaling_dim=2)
+    weight = ExpertWeights(quantize_each(values(), quantizer))
+    gathered = weight[torch.tensor([3, 0, 3])]
+    assert gathered.stored.quantizer == quantizer
+    assert torch.equal(gathered.dequantize(), weight.dequantize()[[3, 0, 3]])
+    x = torch.randn(3, 5, COLUMNS)
+    assert torch.equal(torch.bmm(x, gathered.mT)[1], torch.bmm(x[1:2], weight[[0]].mT)[0])
 
 
 def test_parameters_are_copied_and_saved():

@@ -1,6 +1,7 @@
 """Libraries on top of transformers: ``Trainer``, PEFT and accelerate with quantized weights."""
 
 import pytest
+import safetensors.torch
 import torch
 from transformers_models import config, dense, load, logits, transformers
 
@@ -119,6 +120,69 @@ def test_lora_is_saved_and_loaded_on_top(name, fmt, make, tmp_path):
     again = peft.PeftModel.from_pretrained(make(name, fmt), tmp_path / "adapter")
     assert torch.equal(logits(again.eval()), logits(adapted.eval()))
     assert not torch.equal(logits(again), logits(make(name, fmt)))
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "orthogonal"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_adapters_that_start_from_the_weight(fmt, init, make):
+    """PiSSA leaves plain residuals, which one call quantizes; OLoRA writes them into the codes."""
+    peft = need("peft")
+    model = make("llama", fmt)
+    wanted = logits(model)
+    options = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": init}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    bases = [name for name, _ in adapted.named_modules() if name.endswith("base_layer")]
+    if init.startswith("pissa"):
+        difference = (logits(adapted) - wanted).norm() / wanted.norm()
+        assert difference < 0.02  # the residuals are rounded to bfloat16
+        qtensor.quantize_(adapted, fmt, lambda module, name: name.endswith("base_layer"))
+    for name in bases:
+        assert isinstance(adapted.get_submodule(name).weight, qtensor.QuantizedTensor)
+    difference = (logits(adapted) - wanted).norm() / wanted.norm()
+    assert difference < {"nvfp4": 0.2, "mxfp8": 0.1}[fmt]
+
+
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+def test_state_of_accelerate_is_saved_as_pickles(name, fmt, make, tmp_path):
+    """Its safetensors files hold one plain array for each parameter."""
+    accelerate = need("accelerate")
+    model = accelerate.Accelerator(cpu=True).prepare(make(name, fmt))
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(model)
+    with pytest.raises(qtensor.QTensorError, match="is not one block of memory"):
+        accelerator.save_state(tmp_path / "state")
+    accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    other = make(name, fmt)
+    with torch.no_grad():
+        other.model.embed_tokens.weight.zero_()
+    again = accelerate.Accelerator(cpu=True)
+    again.prepare(other)
+    again.load_state(tmp_path / "state")
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_files_of_safetensors_itself(make, tmp_path):
+    """``save_model`` writes raw memory; ``checkpoints.save`` writes a model in its place."""
+    model = make("llama", "nvfp4")
+    with pytest.raises(ValueError, match="is not one block of memory"):
+        safetensors.torch.save_model(model, tmp_path / "model.safetensors")
+    qtensor.checkpoints.save(model, tmp_path / "ours.safetensors")
+    state = qtensor.checkpoints.load_state_dict(tmp_path / "ours.safetensors")
+    other = make("llama", "mxfp8")
+    other.load_state_dict(state, assign=True)
+    assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("accelerate_map", [{"": "cpu"}, "auto"])
+def test_a_saved_folder_is_placed_by_accelerate(accelerate_map, make, tmp_path):
+    accelerate = need("accelerate")
+    model = make("qwen3-moe", "nvfp4")
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved", device_map=accelerate_map)), logits(model))
+    with accelerate.init_empty_weights():
+        empty = transformers.AutoModelForCausalLM.from_config(config("qwen3-moe"))
+    with pytest.raises(ValueError, match="this looks incorrect"):
+        accelerate.load_checkpoint_and_dispatch(empty, tmp_path / "saved", device_map={"": "cpu"})
 
 
 @pytest.mark.parametrize(("name", "fmt"), KINDS)

@@ -1,8 +1,10 @@
 """Folders of every layout that transformers' names fit load as quantized tensors, on a CPU."""
 
 import json
+import warnings
 
 import pytest
+import safetensors.torch
 import torch
 from transformers_models import config, dense, load, logits, transformers
 
@@ -10,6 +12,7 @@ import qtensor
 from qtensor import QuantizedTensor, checkpoints
 from qtensor.core.quantizer_registry import parse
 from qtensor.integrations.experts import ExpertWeights
+from qtensor.integrations.methods import known_methods, take_methods
 from qtensor.integrations.transformers import QTensorConfig, QTensorQuantizer, pretrained_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -66,6 +69,48 @@ def test_a_folder_loads_as_quantized_tensors(name, layout, fmt, tmp_path):
     assert torch.isfinite(logits(model)).all()
 
 
+FACTORS = [
+    ("qtensor", "nvfp4", "mlp.up_proj.input_scale"),
+    ("modelopt", "nvfp4", "mlp.up_proj.input_scale"),
+    ("modelopt", "fp8", "self_attn.v_proj.v_scale"),
+    ("compressed-tensors", "nvfp4", "mlp.up_proj.input_global_scale"),
+    ("compressed-tensors", "fp8", "self_attn.k_scale"),
+    ("fine-grained-fp8", "fp8", "mlp.up_proj.activation_scale"),
+    ("quark", "fp8", "self_attn.k_proj.output_scale"),
+    ("fbgemm-fp8", "fp8_rowwise", "mlp.up_proj.input_scale_ub"),
+]
+
+
+@pytest.mark.parametrize(("layout", "fmt", "factor"), FACTORS)
+def test_factors_of_activations_and_of_the_cache_are_left_alone(layout, fmt, factor, tmp_path):
+    """transformers joins the names that a class ignores with those of its own, as sets."""
+    weights = written("llama", layout, fmt, tmp_path)
+    path = tmp_path / "x" / "model.safetensors"
+    with safetensors.safe_open(path, "pt") as file:
+        about = file.metadata()
+    stored = safetensors.torch.load_file(path)
+    stored[f"model.layers.0.{factor}"] = torch.tensor(0.5)
+    safetensors.torch.save_file(stored, path, about)
+    kind = transformers.AutoModelForCausalLM
+    model, loading = kind.from_pretrained(
+        tmp_path / "x", config=pretrained_config(tmp_path / "x"), output_loading_info=True
+    )
+    assert not loading["unexpected_keys"]
+    assert not loading["missing_keys"]
+    for key, want in weights.items():
+        assert torch.equal(model.get_parameter(key).dequantize(), want.dequantize())
+
+
+def test_a_class_that_ignores_keys(tmp_path, monkeypatch):
+    """Classes write their list of ignored keys as a list or as a set."""
+    written("llama", "modelopt", "nvfp4", tmp_path)
+    for own in (["extra.weight"], {"extra.weight"}, None):
+        kind = transformers.LlamaForCausalLM
+        monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", own, raising=False)
+        model = load(tmp_path / "x", config=pretrained_config(tmp_path / "x"))
+        assert model._keys_to_ignore_on_load_unexpected >= set(own or ())
+
+
 def test_experts_of_fbgemm(tmp_path):
     """Llama 4 multiplies by (E, K, N); the file has a factor for each column of an expert."""
     dense("llama4", tmp_path / "dense")
@@ -119,6 +164,60 @@ METHODS = {
         "quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}}
     },
 }
+
+
+TAKEN = [
+    ("compressed-tensors", "nvfp4", "compressed-tensors"),
+    ("compressed-tensors", "fp8", "compressed-tensors"),
+    ("fine-grained-fp8", "fp8_blockwise(block_scaling_dim=2)", "fp8"),
+    ("fine-grained-fp8", "mxfp8", "fp8"),
+    ("modelopt", "nvfp4", "modelopt"),
+    ("quark", "mxfp4", "quark"),
+    ("fbgemm-fp8", "fp8_rowwise", "fbgemm_fp8"),
+    ("torchao", "fp8_rowwise", "torchao"),
+]
+
+
+@pytest.mark.parametrize(("layout", "fmt", "method"), TAKEN)
+def test_methods_that_are_taken_need_no_argument(layout, fmt, method, tmp_path):
+    weights = written("llama", layout, fmt, tmp_path)
+    about = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert about["quantization_config"]["quant_method"] == method
+    with take_methods():
+        for options in ({}, {"quantization_config": QTensorConfig()}):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "You passed `quantization_config`")
+                model = load(tmp_path / "x", **options)
+            for key, want in weights.items():
+                found = model.get_parameter(key)
+                assert isinstance(found, QuantizedTensor)
+                assert torch.equal(found.dequantize(), want.dequantize()), key
+    assert isinstance(model.config.quantization_config, QTensorConfig)
+
+
+def test_gpt_oss_needs_no_argument(tmp_path):
+    dense("gpt-oss", tmp_path / "dense")
+    model = load(tmp_path / "dense", quantization_config=QTensorConfig("mxfp4", layout="gpt-oss"))
+    for module in model.modules():
+        for key, parameter in dict(module._parameters).items():
+            if isinstance(parameter, QuantizedTensor):  # the layout holds experts alone
+                module._parameters[key] = torch.nn.Parameter(parameter.dequantize())
+    model.save_pretrained(tmp_path / "x")
+    with take_methods(["mxfp4"]):
+        again = load(tmp_path / "x")
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_methods_are_given_back():
+    mapping = transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    before = dict(mapping)
+    taken = take_methods()
+    assert all(mapping[method] is not before.get(method) for method in known_methods())
+    assert {"compressed-tensors", "fp8", "mxfp4", "modelopt", "quark"} <= set(known_methods())
+    taken.give_back()
+    assert mapping == before
+    with pytest.raises(qtensor.QTensorError, match="'awq'"):
+        take_methods(["awq"])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -211,8 +211,34 @@ def test_every_implementation_of_experts(name, tmp_path):
             tmp_path, quantization_config=QTensorConfig("nvfp4"), experts_implementation=kind
         )
         found = logits(model)
+        with torch.inference_mode():
+            assert torch.equal(model(IDS).logits, found)
         wanted = found if wanted is None else wanted
         assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+TIED = [
+    *((layout, fmt) for layout in ("qtensor", "compressed-tensors") for fmt in ("mxfp4", "mxfp8")),
+    *(("torchao", fmt) for fmt in ("fp8_rowwise", "mxfp8", "nvfp4")),
+    *((layout, fmt) for layout in ("modelopt", "compressed-tensors") for fmt in ("fp8", "nvfp4")),
+]
+
+
+@pytest.mark.parametrize(("layout", "fmt"), TIED)
+def test_a_tied_weight_that_is_quantized_is_stored_once(layout, fmt, tmp_path):
+    dense("llama-tied", tmp_path / "dense")
+    model = load(tmp_path / "dense", quantization_config=QTensorConfig(fmt, layout=layout))
+    quantized_weight = qtensor.quantize(model.lm_head.weight.detach(), fmt)
+    tied = torch.nn.Parameter(quantized_weight, requires_grad=False)
+    model.lm_head.weight = model.model.embed_tokens.weight = tied
+    model.save_pretrained(tmp_path / "saved")
+    with checkpoints.open(tmp_path / "saved") as checkpoint:
+        stored = [name for name in checkpoint if "embed" in name or "lm_head" in name]
+    assert stored == ["model.embed_tokens.weight"]
+    again = load(tmp_path / "saved", config=pretrained_config(tmp_path / "saved"))
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(again.lm_head.weight.dequantize(), quantized_weight.dequantize())
+    assert torch.equal(logits(again), logits(model))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

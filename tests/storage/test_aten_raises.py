@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "tril": ("aten.tril", lambda q: q.tril()),
     "cumprod": ("aten.cumprod", lambda q: q.cumprod(0)),
     "convolution": ("aten.convolution", lambda q: F.conv1d(torch.ones(1, 8, 70), q.view(1, 8, 64))),
-    "qr": ("aten.linalg_qr", lambda q: torch.linalg.qr(q)),
+    "lu": ("aten.linalg_lu_factor_ex", lambda q: torch.linalg.lu_factor(q)),
     "to_sparse": ("aten._to_sparse", lambda q: q.to_sparse()),
     "floor_": ("aten.floor_", lambda q: q.floor_()),
     "resize_": ("aten.resize_", lambda q: q.resize_(3)),

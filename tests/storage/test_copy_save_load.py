@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from places import DATA
 from torch import Tensor, nn
 
 import qtensor
+from qtensor.storage.ops import write
 from qtensor.storage.serialize import rebuild, reduce
 
 SHAPES = [(), (5,), (0, 64), (33, 130), (2, 3, 40)]
@@ -237,6 +239,18 @@ def test_state_dict_onto_a_meta_model_and_from_plain(case: FormatCase) -> None:
     plain.load_state_dict(source.state_dict())
     assert type(plain.weight) is nn.Parameter
     assert_same_bytes(plain.weight.detach(), source.weight.dequantize().detach())
+
+
+def test_decoding_into_a_plain_model_is_said_once(monkeypatch) -> None:
+    monkeypatch.setattr(write, "_SAID", [])
+    source, target = linear(BY_NAME["mxfp8"]), nn.Linear(64, 32)
+    with pytest.warns(UserWarning, match=r"of 2560 bytes .* of 8192\. .*assign=True"):
+        target.load_state_dict(source.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.load_state_dict(source.state_dict())
+        target.load_state_dict(source.state_dict(), assign=True)
+    assert_same_tensor(target.weight.detach(), source.weight.detach())
 
 
 @formats

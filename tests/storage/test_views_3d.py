@@ -54,6 +54,24 @@ def test_select_and_unbind_of_experts(
 
 @layouts
 @usages
+def test_experts_by_index(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+    """Experts of whole blocks are gathered as they are stored; only tiles of factors are not."""
+    q = make(case, (4, 128, 256), rowwise=rowwise, columnwise=columnwise, **options)
+    index = torch.tensor([2, 0, 2])
+    if options.get("swizzled"):
+        with pytest.raises(qtensor.UnsupportedError, match="rows can be selected along dim 0"):
+            q[index]
+        return
+    picked = q[index]
+    assert_same_bytes(picked.dequantize(), q.dequantize()[index])
+    for part, number in zip(picked, (2, 0, 2), strict=True):
+        assert_same_bytes(part.dequantize(), q[number].dequantize())
+    if q.quantizer.two_dimensional:
+        assert picked.quantizer == q.quantizer
+
+
+@layouts
+@usages
 def test_chunk_of_experts(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
     q = make(case, (4, 128, 256), rowwise=rowwise, columnwise=columnwise, **options)
     assert_same_tensor(torch.cat(q.chunk(2)), q)

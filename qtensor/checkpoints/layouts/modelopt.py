@@ -57,6 +57,7 @@ class ModelOptLayout(Layout):
 
     name = METHOD
     rank = 62
+    methods = (METHOD,)
     kv_factors = ("k_proj.k_scale", "v_proj.v_scale")
     factor_names = frozenset({
         *_FACTORS,

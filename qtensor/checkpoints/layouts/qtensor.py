@@ -24,6 +24,15 @@ from qtensor.storage.tensor import QuantizedTensor
 
 KEY = "qtensor"
 VERSION = 1
+NOTE = "qtensor: import qtensor.integrations.transformers before from_pretrained"
+"""Says in a file and in config.json what is missing where a loader does not know the layout.
+
+Such a loader would leave the weights as they were initialized, with a warning at most. A tensor
+under the name of each weight makes it stop at the shape (``label``). transformers stops before, at
+a name under ``fusion_config`` of config.json that it does not know, and shows the name.
+"""
+_ONES = (1, 1, 1, 1, 1)
+"""The first dims of a label; no weight has six dims."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING}
 _STORED = {torch.uint8: "U8", torch.float32: "F32"}
 
@@ -40,9 +49,14 @@ class QTensorWriter(Writer):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self._entries: dict[str, dict[str, Any]] = {}
+        self._noted = ""
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Return the buffers, each under the name of the tensor, a dot and the keyword."""
+        """Return the buffers, each under the name of the tensor, a dot and the keyword.
+
+        The label of the weight has the name itself. The first weight brings an empty tensor with
+        the name ``NOTE``.
+        """
         stored = {
             f"{name}.{keyword}": buffer
             for keyword, buffer in zip(tensor.quantizer.keywords, tensor.buffers(), strict=True)
@@ -53,7 +67,9 @@ class QTensorWriter(Writer):
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "buffers": dict(zip(tensor.quantizer.keywords, stored, strict=True)),
         }
-        return stored
+        self._noted = self._noted or name
+        note = {NOTE: torch.empty(0, dtype=torch.uint8)} if name == self._noted else {}
+        return {**stored, name: label(tensor.quantizer.canonical), **note}
 
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
         """Return the entries of the quantized tensors among ``names``."""
@@ -65,8 +81,34 @@ class QTensorWriter(Writer):
         """Return the config with ``quantization_config.quant_method: "qtensor"``."""
         if not self._entries:
             return self.model_config
-        entry = {"quant_method": KEY, "version": VERSION}
-        return {**self.model_config, "quantization_config": entry}
+        config = {
+            **self.model_config,
+            "quantization_config": {"quant_method": KEY, "version": VERSION},
+        }
+        if "model_type" in config:  # one of transformers
+            config["fusion_config"] = {**(config.get("fusion_config") or {}), NOTE: False}
+        return config
+
+
+def label(canonical: str) -> Tensor:
+    """Return the canonical text of a quantizer as a tensor that has the shape of no weight."""
+    return torch.tensor(list(canonical.encode()), dtype=torch.uint8).view(*_ONES, -1)
+
+
+def read_label(tensor: Tensor) -> str | None:
+    """Return the text of a label, or None for any other tensor."""
+    if tensor.dtype != torch.uint8 or tuple(tensor.shape[:-1]) != _ONES:
+        return None
+    return bytes(tensor.flatten().tolist()).decode()
+
+
+def without_note(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the note for loaders that do not know the layout."""
+    left = dict(config)
+    if NOTE in (left.get("fusion_config") or {}):
+        fusions = {k: v for k, v in left.pop("fusion_config").items() if k != NOTE}
+        left |= {"fusion_config": fusions} if fusions else {}
+    return left
 
 
 class QTensorLayout(Layout):
@@ -142,6 +184,10 @@ class QTensorLayout(Layout):
             if info.dtype != _STORED[slot.dtype] or not fits:
                 why = f"{slot.name} of {quantizer.canonical}, {tuple(shape)},"
                 self.expect(info, [tuple(size)], [_STORED[slot.dtype]], why)
+        for key in (name, NOTE):
+            stored = self.source.tensors.get(key)
+            if stored is not None and (key == NOTE or stored.shape[:-1] == _ONES):
+                roles[f"label {key}"] = stored
         dtype = _DTYPES[entry["dtype"]]
         return Group(name, roles, shape, dtype, quantizer, quantizer.canonical)
 

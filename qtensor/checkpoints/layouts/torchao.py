@@ -78,6 +78,7 @@ class TorchAOLayout(Layout):
 
     name = METHOD
     rank = 30
+    methods = (METHOD,)
     writer = TorchAOWriter
     factor_names = frozenset({ACT, f"_weight_{ACT}"})
 

@@ -31,6 +31,8 @@ is_nonzero nonzero _softmax _log_softmax native_layer_norm native_dropout topk s
 bincount ones_like full_like rand_like randn_like new_ones new_full zeros_like mse_loss
 smooth_l1_loss huber_loss
 """
+_DECOMPOSE = "_linalg_svd linalg_qr"
+"""Adapters that start from the largest directions of a weight call these."""
 _FOREACH = """
 _foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_neg _foreach_sqrt _foreach_abs
 _foreach_norm _foreach_maximum _foreach_addcmul _foreach_addcdiv _foreach_lerp
@@ -45,7 +47,7 @@ _foreach_copy_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_maximum_ _foreac
 _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_
 """
 
-DEQUANTIZE_OPS = frozenset(f"{_UNARY} {_BINARY} {_REDUCE} {_FOREACH}".split())
+DEQUANTIZE_OPS = frozenset(f"{_UNARY} {_BINARY} {_REDUCE} {_DECOMPOSE} {_FOREACH}".split())
 """Ops that run on dequantized operands and return plain tensors, for arithmetic and optimizers."""
 
 IN_PLACE_OPS = frozenset(_IN_PLACE.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -13,7 +14,15 @@ from qtensor.library.linear import forward_of_quantized
 from qtensor.storage.base import is_quantized
 
 # These fill the tables.
-from qtensor.storage.ops import exact, grouped, indexing, padding, products, views  # noqa: F401
+from qtensor.storage.ops import (  # noqa: F401
+    exact,
+    fused_layers,
+    grouped,
+    indexing,
+    padding,
+    products,
+    views,
+)
 from qtensor.storage.ops.decoded import DEQUANTIZE_OPS, IN_PLACE_OPS, dequantized
 from qtensor.storage.ops.lazy_view import view_op
 from qtensor.storage.ops.table import (
@@ -114,14 +123,20 @@ def _resolve(func: Op) -> Handler:
             for a in func._schema.arguments
         ):
             return _with_out(handler)
-        returned = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
-        return _view_handler(handler) if returned and not returned[0].is_write else handler
+        return _view_handler(handler) if is_view(func) else handler
     if kind in ("in place", "dequantizes"):
         return dequantized
     if is_composite(func):
         # In inference mode torch does not decompose composite ops before dispatch.
         return _decomposed
     return _refuse
+
+
+@functools.cache
+def is_view(func: Op) -> bool:
+    """Return whether an op returns views of its first argument."""
+    returned = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    return bool(returned) and not returned[0].is_write
 
 
 def _decomposed(func: Op, args: Args, kwargs: Kwargs) -> Any:

@@ -81,7 +81,8 @@ def select_rows(t: Q, dim: int, index: Tensor, op: str) -> Q:
         shape = (index.shape[0], *t.shape[1:])
         buffers = geometry.select_rows(t, index)
         if buffers is not None:
-            quantizer = quantizer.without_square_blocks()
+            if math.prod(t.shape[1:-1]) % quantizer.square_block:
+                quantizer = quantizer.without_square_blocks()
             return with_buffers(t, separate(buffers, t), shape, quantizer=quantizer, origin=FRESH)
     fail(
         f"{op}[{quantizer.format}]",

@@ -26,7 +26,7 @@ from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage, TensorOrStorage, is_quantized
 from qtensor.storage.ops.lazy_view import stack_of
 from qtensor.storage.ops.table import COMPUTE, LIBRARY, Args, Kwargs, Op, implements
-from qtensor.storage.ops.write import plain
+from qtensor.storage.ops.write import copy_into, plain
 from qtensor.storage.rebuild import FLOATING
 
 if TYPE_CHECKING:
@@ -267,13 +267,18 @@ def _mv(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 @implements(COMPUTE, "addmm", "baddbmm")
 def _addmm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     bias, a, b = args
-    _ranks("addmm", (a, b), 3 if func._schema.name == "aten::baddbmm" else 2)
+    _ranks("addmm", (a, b), 3 if "baddbmm" in func._schema.name else 2)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     bias = plain(bias) if is_quantized(bias) else bias
     if alpha == 1 and beta == 1:
         return _product(a, b, "NN", bias)
     product = gemm_operands(a, b, "NN", dtype=torch.float32) * alpha
     return (product + beta * bias.float()).to(a.dtype) if beta else product.to(a.dtype)
+
+
+@implements(COMPUTE, "addmm_", "baddbmm_")
+def _addmm_in_place(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    return copy_into(args[0], _addmm(func, args, kwargs))
 
 
 @implements(COMPUTE, "linear")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ plain = values
 def copy_into(dst: Tensor, src: Tensor) -> Tensor:
     """Handle ``dst.copy_(src)``: copy bytes between equal quantizers, quantize values otherwise."""
     if not is_quantized(dst):
+        _warn_of_decoding(dst, src)
         return dst.copy_(_plain(src))
     if tuple(dst.shape) != tuple(src.shape):
         src = _plain(src).expand(dst.shape)
@@ -51,6 +53,26 @@ def copy_into(dst: Tensor, src: Tensor) -> Tensor:
     for to, source in zip(dst.buffers(), src.buffers(), strict=True):
         copy_buffer(to, source)
     return dst
+
+
+def _warn_of_decoding(dst: Tensor, src: Tensor) -> None:
+    """Say once that a plain parameter gets the values of a quantized tensor, and becomes larger.
+
+    ``load_state_dict`` copies so into a model that is not quantized.
+    """
+    if isinstance(dst, torch.nn.Parameter) and dst.numel() and not _SAID:
+        _SAID.append(True)
+        warnings.warn(
+            f"copy_: a quantized tensor of {src.nbytes} bytes was decoded into a plain parameter "
+            f"of {dst.nbytes}. load_state_dict(state, assign=True) keeps quantized tensors as they "
+            "are. This warning is shown once.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+_SAID: list[bool] = []
+"""Not empty after the warning about decoding into a plain parameter."""
 
 
 def _plain(t: Tensor) -> Tensor:

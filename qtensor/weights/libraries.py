@@ -1,0 +1,32 @@
+"""Tell the libraries from which a model comes that its weights are quantized."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+_CLASSES = {("transformers", "PreTrainedModel"): "qtensor.integrations.transformers"}
+"""Library and class of its models -> module with the function ``attach``.
+
+The module is imported for such a model alone, so that qtensor does not need the library."""
+
+
+def tell_libraries(model: nn.Module) -> None:
+    """Let each model of a library, ``model`` or a part of it, be saved by its own method."""
+    for (library, kind), name in _CLASSES.items():
+        found = getattr(sys.modules.get(library), kind, None)
+        if found is not None:
+            for part in _outermost(model, found):
+                importlib.import_module(name).attach(part)
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
+    """Return the modules of a class that lie in no other one of it."""
+    if isinstance(module, kind):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, kind)
