@@ -1,4 +1,4 @@
-"""Quantized GEMMs on a GPU: our kernels, ``torch._scaled_mm`` and bfloat16 ``torch.mm``.
+"""Quantized GEMMs on a GPU: our kernels, torch's ``scaled_mm`` and bfloat16 ``torch.mm``.
 
 ``python -m benchmarks.gemm [--seconds N] [--output DIR] [--no-autotune]``
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_mm
 
 import qtensor
 from benchmarks.machine import environment
@@ -73,17 +74,10 @@ def ours(a: Any, b: Any, out: Tensor, fast: bool = False) -> Call:
     return lambda: choice.multiply_(out, Product(pair, "TN", None, "cutlass", fast))
 
 
-def theirs(a: Any, b: Any, scales: tuple[Tensor, Tensor], fast: bool = False) -> Call:
-    """Return the call of ``torch._scaled_mm`` on the same codes."""
-    left, right = (_codes(x).view(torch.float8_e4m3fn) for x in (a, b))
-    turned = right.t()
-    return lambda: torch._scaled_mm(
-        left, turned, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
-
-
-def _codes(x: Any) -> Tensor:
-    return x._data if hasattr(x, "_data") else x._rowwise_data
+def theirs(a: Any, b: Any, fast: bool = False) -> Call:
+    """Return the call of torch's ``scaled_mm`` on the same codes."""
+    arguments = a.scaled_mm_args("a", codes=True) | b.scaled_mm_args("b", codes=True)
+    return lambda: scaled_mm(**arguments, use_fast_accum=fast)
 
 
 def functions_of(m: int, n: int, k: int) -> dict[str, list[Call]]:
@@ -101,23 +95,15 @@ def calls_of(m: int, n: int, k: int) -> dict[str, Call]:
     blocks_a = operand("fp8_blockwise", m, k)
     blocks_b = operand("fp8_blockwise", n, k, block_scaling_dim=2)
     x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
-    tensor = a._scale_inv, b._scale_inv
-    row = rows_a._scale_inv.view(m, 1), rows_b._scale_inv.view(1, n)
-    # cuBLAS reads the same buffers: 1x128 factors with M contiguous, 128x128 factors with K
-    # contiguous.
-    block = (
-        blocks_a._rowwise_scale_inv[:, :m].t(),
-        blocks_b._rowwise_scale_inv[:, : math.ceil(k / 128)].t(),
-    )
     return {
         "tensor": ours(a, b, out),
-        "tensor _scaled_mm": theirs(a, b, tensor),
+        "tensor scaled_mm": theirs(a, b),
         "tensor fast": ours(a, b, out, True),
-        "tensor fast _scaled_mm": theirs(a, b, tensor, True),
+        "tensor fast scaled_mm": theirs(a, b, True),
         "row": ours(rows_a, rows_b, out),
-        "row _scaled_mm": theirs(rows_a, rows_b, row),
+        "row scaled_mm": theirs(rows_a, rows_b),
         "block": ours(blocks_a, blocks_b, out),
-        "block _scaled_mm": theirs(blocks_a, blocks_b, block),
+        "block scaled_mm": theirs(blocks_a, blocks_b),
         "bf16 mm": lambda: torch.mm(x, w.t(), out=out),
     }
 
@@ -132,7 +118,7 @@ def host_microseconds(calls: int = 2000) -> dict[str, float]:
     functions = {
         "kernel and choice (choice.multiply_)": ours(a, b, out),
         "qtensor.gemm": lambda: qtensor.gemm(a, b, "TN"),
-        "torch._scaled_mm": theirs(a, b, (a._scale_inv, b._scale_inv)),
+        "torch's scaled_mm": theirs(a, b),
     }
     times = {}
     for name, call in functions.items():
@@ -187,10 +173,10 @@ def geometric_mean(values: list[float]) -> float:
 
 
 PAIRS = (
-    ("tensor", "tensor _scaled_mm"),
-    ("tensor fast", "tensor fast _scaled_mm"),
-    ("row", "row _scaled_mm"),
-    ("block", "block _scaled_mm"),
+    ("tensor", "tensor scaled_mm"),
+    ("tensor fast", "tensor fast scaled_mm"),
+    ("row", "row scaled_mm"),
+    ("block", "block scaled_mm"),
     ("tensor fast", "bf16 mm"),
 )
 

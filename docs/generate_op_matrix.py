@@ -68,7 +68,7 @@ CLASSES = (
         "A product decodes its operands inside one op, accumulates in float32 and rounds once. It "
         "agrees with the float32 op on the dequantized operands within the accumulation bound. An "
         "embedding decodes only the requested rows. A product raises if an operand lacks the "
-        "usage that it reads.",
+        "usage that it reads. The `scaled` ones raise where torch has no recipe for the format.",
         COMPUTE,
         COMPUTED,
     ),
@@ -297,15 +297,11 @@ def _label(op: str) -> str:
 
 
 def _list(ops: dict[str, dict[str, str]], kind: str) -> list[str]:
-    """Return the line of a class whose ops behave the same for all formats.
-
-    Raises:
-        ProbeError: an op behaves differently for some format.
-    """
-    for op, row in ops.items():
-        if set(row.values()) != {kind}:
-            raise ProbeError(f"{op}: not the same for all formats: {row}")
-    return [f"All formats: {', '.join(f'`{op}`' for op in sorted(ops))}.", ""]
+    """Return a line of the ops that behave the same for all formats, and a table of the others."""
+    same = sorted(op for op, row in ops.items() if set(row.values()) == {kind})
+    differ = {op: row for op, row in ops.items() if op not in same}
+    lines = [f"All formats: {', '.join(f'`{op}`' for op in same)}.", ""]
+    return [*lines, *_table(differ, tuple(next(iter(differ.values()))))] if differ else lines
 
 
 def _differences(default: dict[str, Any], others: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qtensor import QuantizedTensor
 
@@ -139,6 +140,23 @@ ELSEWHERE: dict[str, Sample] = {
 }
 """Calls that depend on where blocks lie, by their label in the document."""
 
+
+def _scaled_mm(o: Operands) -> Tensor:
+    if not isinstance(o.matrix, QuantizedTensor):
+        return o.matrix @ o.square.t()
+    a, b = o.matrix.scaled_mm_args("a"), o.square.scaled_mm_args("b")
+    return F.scaled_mm(**a, **b, output_dtype=torch.float32)
+
+
+def _scaled_grouped_mm(o: Operands) -> Tensor:
+    """Return a few rows: bfloat16 results of two orders of sums differ in some of many values."""
+    if not isinstance(o.matrix, QuantizedTensor):
+        return (o.matrix.double() @ o.batch[0].double().t()).bfloat16()[:4]
+    offs = torch.tensor([ROWS // 2, ROWS], dtype=torch.int32)
+    a = o.matrix.scaled_grouped_mm_args("a", offs=offs)
+    return F.scaled_grouped_mm(**a, **o.batch.scaled_grouped_mm_args("b"), offs=offs)[:4]
+
+
 COMPUTED: dict[str, Sample] = {
     "matmul": lambda o: A.matmul(o.batch, plain(o.square)),
     "mm": lambda o: A.mm(o.matrix, plain(o.square)),
@@ -153,6 +171,8 @@ COMPUTED: dict[str, Sample] = {
         o.batch,
         torch.tensor([ROWS // 2, ROWS], dtype=torch.int32),
     ),
+    "_scaled_mm_v2": lambda o: _scaled_mm(o),
+    "_scaled_grouped_mm_v2": lambda o: _scaled_grouped_mm(o),
     "dequantize": lambda o: (
         A.dequantize(o.matrix) if isinstance(o.matrix, QuantizedTensor) else o.matrix
     ),

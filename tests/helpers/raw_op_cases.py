@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attention_cases import MAKERS as ATTENTION
 from formats import BY_NAME
+from scaled_mm_cases import scaled_grouped_gemm
 from torch import Tensor
 
 import qtensor
@@ -390,6 +391,7 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
     },
     "grouped_quantize": _grouped_quantize,
     "grouped_gemm": _grouped_gemm,
+    "scaled_grouped_gemm": scaled_grouped_gemm,
     "grouped_wgrad": _grouped_wgrad,
     "grouped_wgrad_accumulate_": _grouped_accumulate,
     "postpone_grouped_wgrad_": lambda make: {

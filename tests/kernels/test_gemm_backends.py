@@ -9,10 +9,12 @@ import warnings
 from typing import Any
 
 import pytest
+import scaled_mm_oracle as oracle
 import torch
 import torch_process
 from formats import BY_NAME, FORMATS, rand
 from standin import Standin, as_on_a_gpu, install, pretend
+from torch.nn import functional as F
 
 import qtensor
 from qtensor.core.errors import QTensorError
@@ -40,6 +42,7 @@ def install_some(arch: str, recipe: str) -> dict[str, Standin]:
         (HOPPER, "fp8", False, "scaled_mm"),
         (HOPPER, "fp8_rowwise", False, "scaled_mm"),
         (HOPPER, "fp8_blockwise", True, "cutlass"),
+        (HOPPER, "fp8_blockwise", False, "scaled_mm"),
         (HOPPER, "mxfp8", False, "dequant"),
         (HOPPER, "mxfp6", False, "dequant"),
         (HOPPER, "mxfp4", False, "dequant"),
@@ -47,7 +50,8 @@ def install_some(arch: str, recipe: str) -> dict[str, Standin]:
         (BLACKWELL, "mxfp8", True, "cutlass"),
         (ULTRA, "mxfp8", True, "cutlass"),
         (SPARK, "nvfp4", True, "cutlass"),
-        (BLACKWELL, "nvfp4", False, "dequant"),
+        (BLACKWELL, "mxfp4", False, "scaled_mm"),
+        (BLACKWELL, "nvfp4", False, "scaled_mm"),
         (ADA, "fp8", False, "scaled_mm"),
         (AMPERE, "fp8", False, "dequant"),
         (VOLTA, "fp8", False, "reference"),
@@ -62,6 +66,7 @@ def test_the_choice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pretend(monkeypatch, capability)
+    monkeypatch.setattr(F, "scaled_mm", oracle.scaled_mm)
     if built:
         install_some("sm_{}{}".format(*capability), "fp8" if name == "fp8_rowwise" else name)
     right = SQUARE if name == "fp8_blockwise" else {}
@@ -280,55 +285,6 @@ def test_dequant_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     a = quantize("mxfp8", (3, 32, 64), False, 0)
     got = qtensor.gemm(a, batch, "TN", dtype=torch.float32, backend="dequant")
     assert_product(got, values(a), values(batch).mT)
-
-
-@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_scaled_mm_computes_the_product(
-    layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU, torch's own ``_scaled_mm``."""
-    pretend(monkeypatch, HOPPER)
-    a, b = pair("fp8", layout, {}, {})
-    got = qtensor.gemm(a, b, layout, dtype=dtype, backend="scaled_mm")
-    assert_product(got, *oriented(a, b, layout))
-
-
-def test_scaled_mm_with_factors_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, HOPPER)
-    a, b = pair("fp8_rowwise", "NN", {"axis": -1}, {"axis": 0})
-    got = qtensor.gemm(a, b, "NN", dtype=torch.bfloat16, backend="scaled_mm")
-    assert_product(got, *oriented(a, b, "NN"))
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "dtype", "bias", "reason"),
-    [
-        ((16, 72), {}, torch.bfloat16, None, "N and K at multiples of 16; got N=16, K=72"),
-        (
-            (16, 64),
-            {},
-            torch.bfloat16,
-            torch.float32,
-            "bias of N values in the result's 16-bit dtype",
-        ),
-        ((16, 64), {}, torch.float64, None, "does not write torch.float64"),
-    ],
-)
-def test_what_scaled_mm_does_not_compute(
-    shape: tuple[int, int],
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    bias: torch.dtype | None,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pretend(monkeypatch, HOPPER)
-    a = quantize("fp8", (32, shape[1]), False, 0, **options)
-    b = quantize("fp8", shape, False, 1, **options)
-    added = None if bias is None else rand(16).to(bias)
-    with pytest.raises(qtensor.UnsupportedError, match=reason):
-        qtensor.gemm(a, b, "TN", added, dtype, backend="scaled_mm")
 
 
 # ---------------------------------------------------------------------------------- missing kernels

@@ -1,91 +1,150 @@
-"""Products by ``torch._scaled_mm``."""
+"""Products by ``torch.nn.functional.scaled_mm``."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from qtensor.kernels.products.problem import SCALAR_FORMATS, Problem, whole
-from qtensor.kernels.products.reading import Reading, reading
+from qtensor.kernels.products.problem import Problem, whole
+from qtensor.kernels.products.scaled_recipes import (
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    HALVES,
+    ROW,
+    TENSOR,
+    Recipe,
+    ScaledReading,
+    elements_refusal,
+    operand_refusal,
+    pair_refusal,
+    recipe_of,
+    recipe_text,
+    sizes_refusal,
+)
 
-_SCALED_MM_CAPABILITY = (8, 9)
-_BLOCK_SCALED_CAPABILITY = (10, 0)
-_MULTIPLE = 16
-_HALVES = (torch.bfloat16, torch.float16)
-_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_HADAMARD = 16
+_NO_END = (1000, 0)
+
+
+class _Range(NamedTuple):
+    """Compute capabilities on which torch has kernels: from ``least`` to below ``end``."""
+
+    least: tuple[int, int]
+    end: tuple[int, int] = _NO_END
+
+    def __contains__(self, capability: object) -> bool:
+        return isinstance(capability, tuple) and self.least <= capability < self.end
+
+    def __str__(self) -> str:
+        if self.end == _NO_END:
+            return f"{self.least[0]}.{self.least[1]} or later"
+        return f"{self.least[0]}.{self.least[1]} to below {self.end[0]}.{self.end[1]}"
+
+
+def _capabilities(recipe: Recipe, element: str | None) -> _Range:
+    """Return where torch's CUDA kernels run (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    if recipe in (TENSOR, ROW):
+        return _Range((8, 9))
+    if recipe in (BLOCK_1X128, BLOCK_128X128):
+        return _Range((9, 0), (10, 0))
+    if recipe == BLOCK_1X32 and element == "e2m1":
+        return _Range((10, 0), (11, 0))
+    return _Range((10, 0))
 
 
 class ScaledMM:
-    """Compute products with ``torch._scaled_mm`` if it has float32 sums and one rounding."""
+    """Compute products with ``torch.nn.functional.scaled_mm``: float32 sums and one rounding.
+
+    The function returns its result, which is copied into the output.
+    """
 
     name = "scaled_mm"
-    detail = ""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        recipe = "mxfp8" if problem.a.label == "mxfp8" else "fp8"
-        self.a, self.b = reading(problem.a, recipe), reading(problem.b, recipe)
+        self.a, self.b = ScaledReading(problem.a), ScaledReading(problem.b)
+        self.detail = f": {recipe_text(self.a.recipe)} x {recipe_text(self.b.recipe)}"
+        # torch refuses the permission for 4-bit codes; other recipes than these have no use for it.
+        self.fast = problem.fast and self.a.recipe in (TENSOR, ROW)
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
         """Return why it does not compute the problem, or None."""
-        a, b, (_, _, n, k) = problem.a, problem.b, problem.sizes
-        if problem.capability is None or problem.capability < _SCALED_MM_CAPABILITY:
-            return "torch._scaled_mm needs a CUDA device of compute capability 8.9 or later"
-        kinds = {operand.label for operand in (a, b)}
-        if not (kinds <= set(SCALAR_FORMATS) or kinds in ({"fp8_rowwise"}, {"mxfp8"})):
-            return f"torch._scaled_mm is not used for {a.label} x {b.label}"
+        if problem.capability is None:
+            return "torch.nn.functional.scaled_mm needs a CUDA device"
+        a, b = problem.a, problem.b
         if problem.batched or 0 in problem.sizes:
-            return "torch._scaled_mm multiplies single matrices with elements"
-        if a.element == b.element == "e5m2":
-            return "torch._scaled_mm does not multiply e5m2 by e5m2"
-        if n % _MULTIPLE or k % _MULTIPLE:
-            return f"torch._scaled_mm needs N and K at multiples of {_MULTIPLE}; got N={n}, K={k}"
-        if "fp8_rowwise" in kinds:
-            if not (a.factors_follow and b.factors_follow):
-                return "factors run along the contraction"
-            if problem.dtype != torch.bfloat16:
-                return "torch._scaled_mm with factors of rows writes bfloat16"
-        if "mxfp8" in kinds and (
-            problem.layout != "TN" or problem.capability < _BLOCK_SCALED_CAPABILITY
-        ):
-            return "torch._scaled_mm takes MXFP8 in layout TN on compute capability 10.0 or later"
-        if problem.dtype not in (*_HALVES, torch.float32):
-            return f"torch._scaled_mm does not write {problem.dtype}"
-        if problem.bias is not None:
-            shape, dtype = problem.bias
-            if dtype != problem.dtype or dtype not in _HALVES or shape != (n,):
-                return "torch._scaled_mm adds a bias of N values in the result's 16-bit dtype"
-        return None
+            return "scaled_mm multiplies single matrices with elements"
+        for name, side in (("a", a), ("b", b)):
+            if (reason := operand_refusal(side)) is not None:
+                return f"operand {name}: {reason}"
+        left, right = recipe_of(a), recipe_of(b)
+        if (reason := pair_refusal(left, right)) is not None:
+            return reason
+        where = _capabilities(left, a.element)
+        if problem.capability not in where:
+            return f"scaled_mm takes {recipe_text(left)} on compute capability {where}"
+        elements = str(a.element), str(b.element)
+        return (
+            elements_refusal(left, right, elements)
+            or sizes_refusal(a.element, *problem.sizes[2:])
+            or _rotation_refusal(problem)
+            or _output_refusal(problem, left)
+        )
 
     def __call__(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
         """Write ``out``; or return why torch cannot take these tensors."""
-        problem, (_, m, n, k) = self.problem, self.problem.sizes
+        problem = self.problem
         if not (whole(problem.a, a, self.a.slots) and whole(problem.b, b, self.b.slots)):
             return "buffers must be those of whole tensors; these are of slices"
-        left = self.a.codes(a).view(_CODES[str(problem.a.element)]).reshape(m, k)
-        right = self.b.codes(b).view(_CODES[str(problem.b.element)]).reshape(n, k)
-        scale_a, scale_b = _scale(self.a, a), _scale(self.b, b)
-        if problem.a.label == "fp8_rowwise":
-            scale_a, scale_b = scale_a.reshape(m, 1), scale_b.reshape(1, n)
-        torch.ops.aten._scaled_mm.out(
-            left,
-            right.t(),
-            scale_a,
-            scale_b,
+        left, right = self.a(a), self.b(b).as_b()
+        result = F.scaled_mm(
+            left.mat,
+            right.mat,
+            left.scale,
+            list(left.recipe),
+            right.scale,
+            list(right.recipe),
+            list(left.swizzle),
+            list(right.swizzle),
             bias=bias,
-            out_dtype=problem.dtype,
-            use_fast_accum=problem.fast,
-            out=out.view(m, n),
+            output_dtype=problem.dtype,
+            use_fast_accum=self.fast,
         )
+        out.copy_(result.view(out.shape))
         return None
 
 
-def _scale(side: Reading, buffers: list[Tensor]) -> Tensor:
-    if side.scale is not None:
-        return side.scale(buffers)
-    if side.factors is None:
-        raise ValueError("an operand without factors")
-    return side.factors(buffers).view(torch.float8_e8m0fnu)
+def _rotation_refusal(problem: Problem) -> str | None:
+    """Return why the product of the rotated operands is not that of the tensors, or None."""
+    a, b = problem.a, problem.b
+    if not (a.rotated or b.rotated):
+        return None
+    signs = {side.option("with_random_sign_mask") for side in (a, b)}
+    if a.rotated != b.rotated or len(signs) > 1 or problem.sizes[3] % _HADAMARD:
+        return "rotated operands (with_rht) must both be rotated, with equal signs"
+    return None
+
+
+def _output_refusal(problem: Problem, recipe: Recipe) -> str | None:
+    """Return why torch does not write the result or add the bias, or None."""
+    dtype, bias = problem.dtype, problem.bias
+    only_bfloat16 = recipe == ROW or (recipe == BLOCK_1X32 and problem.a.element == "e2m1")
+    if only_bfloat16 and dtype != torch.bfloat16:
+        return f"scaled_mm of {problem.a.label} writes bfloat16"
+    if dtype not in (*HALVES, torch.float32):
+        return f"scaled_mm does not write {dtype}"
+    if bias is None:
+        return None
+    if problem.a.label == "mxfp4":
+        return "scaled_mm of mxfp4 adds no bias"
+    shape, bias_dtype = bias
+    if bias_dtype != dtype or dtype not in HALVES or shape != (problem.sizes[2],):
+        return "scaled_mm adds a bias of N values in the result's 16-bit dtype"
+    return None
