@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
 from qtensor.core import torch_state
 from qtensor.core.buffer_shapes import Shape
-from qtensor.core.errors import ArgumentTypeError, fail
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.core.operand import Operand
 
 LIBRARY = torch.library.Library("qtensor", "DEF")
@@ -119,6 +119,8 @@ def leaf_op(
         return outputs
 
     def fake(*args: object) -> Outputs:
+        if torch.onnx.is_in_onnx_export():
+            _refuse_onnx(name)
         # A single meta tensor among real ones brings the whole call here.
         return allocate(bind(*args))
 
@@ -127,6 +129,13 @@ def leaf_op(
     torch.library.register_fake(f"qtensor::{name}", fake, lib=LIBRARY)
     op: Callable[..., Outputs] = getattr(torch.ops.qtensor, name).default
     return op
+
+
+def _refuse_onnx(name: str) -> NoReturn:
+    """Name the way out of an export to ONNX, which has no op of ours."""
+    rule = "ONNX has no such op"
+    fix = "Export quantized weights with qtensor.integrations.onnx.export(model, args, file)"
+    fail(name, rule, "a call inside torch.onnx.export", fix, UnsupportedError)
 
 
 class _Argument(NamedTuple):
