@@ -307,6 +307,22 @@ def test_configs_of_older_versions(tmp_path):
     assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()
 
 
+def test_the_scale_of_attention_of_the_largest_gemma(tmp_path):
+    """llama.cpp knows Gemma 2 of 27B by its 46 layers; no key holds the scale."""
+    sizes = {"num_hidden_layers": 46, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    made = model("gemma2", **sizes, query_pre_attn_scalar=16)
+    save_gguf(made, tmp_path / "x.gguf")
+    with open_gguf(tmp_path / "x.gguf") as again:
+        assert again.config["query_pre_attn_scalar"] == 16
+    with pytest.raises(UnsupportedError, match="query_pre_attn_scalar = 16"):
+        save_gguf(model("gemma2", **sizes, query_pre_attn_scalar=32), tmp_path / "y.gguf")
+
+
+def test_a_window_that_llama_cpp_does_not_have(tmp_path):
+    made = model("mixtral", sliding_window=16)
+    assert list(save_gguf(made, tmp_path / "x.gguf")) == ["config.json: sliding_window"]
+
+
 def test_the_tokenizer_of_another_file(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "vocab.gguf", "llama")
     writer.add_tokenizer_model("gpt2")

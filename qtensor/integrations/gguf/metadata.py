@@ -141,17 +141,19 @@ def _rotary_pairs(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_attention_scale(family: Family, config: Mapping[str, Any]) -> None:
     """Refuse a scale of attention other than that of llama.cpp, which no key-value holds."""
-    scalar = config.get("query_pre_attn_scalar")
-    if scalar is None:
-        return
-    largest = {"gemma2": 46, "gemma3": 62}.get(family.architecture)
-    wanted = config["head_dim"]
-    if config["num_hidden_layers"] == largest:
-        wanted = config["hidden_size"] // config["num_attention_heads"]
-    if scalar != wanted:
+    scalar, wanted = config.get("query_pre_attn_scalar"), _attention_scalar(family, config)
+    if scalar not in (None, wanted):
         rule = f"llama.cpp computes this model with query_pre_attn_scalar = {wanted}"
         fix = "Such a model gives other results there"
         fail("gguf", rule, scalar, fix, UnsupportedError)
+
+
+def _attention_scalar(family: Family, config: Mapping[str, Any]) -> int:
+    """Return whose root llama.cpp divides scores of attention by: the largest Gemmas differ."""
+    largest = {"gemma2": 46, "gemma3": 62}.get(family.architecture)
+    if config["num_hidden_layers"] == largest:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
 
 
 def frequency_factors(config: Mapping[str, Any]) -> Tensor | None:
@@ -217,7 +219,7 @@ def config_of(
         config["moe_intermediate_size"] = pairs.get(f"{name}.expert_feed_forward_length")
     if family.pattern:
         config["layer_types"] = _types_of(family, pairs, config)
-        config["query_pre_attn_scalar"] = config["head_dim"]
+        config["query_pre_attn_scalar"] = _attention_scalar(family, config)
     config["rope_parameters"] = _rope_parameters(name, pairs, config, factors)
     for entry, key in _TOKENS.items():
         config[entry] = pairs.get(f"tokenizer.ggml.{key}")

@@ -68,7 +68,7 @@ def save_gguf(
         overwrite: True to replace a file.
 
     Returns:
-        Tensors that are left out, with the reason.
+        Tensors and entries of the config that are left out, with the reason.
 
     Raises:
         CheckpointError: GGUF cannot hold a weight, or the file exists.
@@ -90,6 +90,8 @@ def save_gguf(
     config = text_config(_plain_config(found if config is None else config))
     family = family_of(config)
     names, left_out = _selected(state, config)
+    if config.get("sliding_window") and not family.pattern:
+        left_out["config.json: sliding_window"] = "llama.cpp attends to all positions"
     plan = to_gguf(family, config, names)
     check_known(plan.unknown, family, "Pass a state dict without them")
     check_complete(family, config["num_hidden_layers"], plan.entries)
