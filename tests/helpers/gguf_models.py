@@ -1,8 +1,10 @@
 """Small random models of the families that GGUF files hold, for ``qtensor.integrations.gguf``."""
 
 import copy
+import json
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers_models import transformers
 
 import qtensor
@@ -121,3 +123,27 @@ def logits(model):
 
 def load(folder, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+TEXTS = ["The quick brown fox", "it's 12345 tokens!", "Ünïcode\n\n  and   spaces", "HELLOworld/x"]
+
+
+def tokenizer(folder, pattern, size=320):
+    """Train a byte-level BPE tokenizer on ``TEXTS`` and save it; two tokens are special."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 10,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator(TEXTS * 3, trainer)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    config = {"add_bos_token": False, "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return made

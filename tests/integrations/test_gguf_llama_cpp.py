@@ -4,10 +4,11 @@ import ctypes
 
 import pytest
 import torch
-from gguf_models import FAMILIES, IDS, STACKED, logits, model, quantized
+from gguf_models import FAMILIES, IDS, STACKED, TEXTS, logits, model, quantized, tokenizer
 
 from qtensor.integrations.gguf import save_gguf
 from qtensor.integrations.gguf.families import FAMILIES as KNOWN
+from qtensor.integrations.gguf.tokenizer import PATTERNS
 
 llama_cpp = pytest.importorskip(
     "llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python compiles it"
@@ -75,6 +76,23 @@ def test_quantized(name, fmt, rounding, tmp_path):
     want, found = logits(made), theirs(tmp_path / "x.gguf")
     similar = torch.nn.functional.cosine_similarity(found.flatten(), want.flatten(), 0)
     assert similar > (0.99 if name in STACKED else 0.999)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=PATTERNS.values())
+def test_tokens(pattern, tmp_path):
+    """llama.cpp parts texts into the tokens of the tokenizer."""
+    made = tokenizer(tmp_path / "tok", pattern)
+    save_gguf(model("llama", vocab_size=320), tmp_path / "x.gguf", metadata=tmp_path / "tok")
+    options = llama_cpp.llama_model_default_params()
+    options.vocab_only = True
+    found = llama_cpp.llama_model_load_from_file(str(tmp_path / "x.gguf").encode(), options)
+    assert found, "llama.cpp refuses the file"
+    vocabulary = llama_cpp.llama_model_get_vocab(found)
+    for text in [*TEXTS, "<|begin|>it's 99 ends<|end|>"]:
+        data, out = text.encode(), (ctypes.c_int32 * 200)()
+        count = llama_cpp.llama_tokenize(vocabulary, data, len(data), out, 200, False, True)
+        assert out[:count] == made.encode(text).ids, text
+    llama_cpp.llama_model_free(found)
 
 
 def test_which_families_forget_factors():

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_cases import assert_same_bytes, assert_same_values
-from gguf_models import ARCHITECTURES, FAMILIES, STACKED, load, logits, model, not_output, quantized
+from gguf_models import (
+    ARCHITECTURES,
+    FAMILIES,
+    STACKED,
+    load,
+    logits,
+    model,
+    not_output,
+    quantized,
+    tokenizer,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import qtensor
@@ -17,6 +27,7 @@ from qtensor.integrations.gguf.families import FAMILIES as KNOWN
 from qtensor.integrations.gguf.families import OUTER
 from qtensor.integrations.gguf.metadata import frequency_factors, text_config
 from qtensor.integrations.gguf.rows import pair_rows, take_rows
+from qtensor.integrations.gguf.tokenizer import PATTERNS
 from qtensor.integrations.transformers import weights
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install gguf")
@@ -339,6 +350,35 @@ def test_the_tokenizer_of_another_file(tmp_path):
     checkpoints.save({"a": torch.ones(1)}, empty, layout="gguf")
     with pytest.raises(qtensor.QTensorError, match="the file has a tokenizer"):
         save_gguf(model("llama"), tmp_path / "z.gguf", metadata=empty)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=PATTERNS.values())
+def test_a_tokenizer_of_a_folder(pattern, tmp_path):
+    """Tokens, kinds, merges and the template; the package gguf reads the same merges."""
+    made = tokenizer(tmp_path / "tok", pattern)
+    save_gguf(model("llama", vocab_size=320), tmp_path / "x.gguf", metadata=tmp_path / "tok")
+    fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
+    found = {key: fields[f"tokenizer.{key}"].contents() for key in ("ggml.tokens", "ggml.merges")}
+    vocabulary = made.get_vocab()
+    assert all(found["ggml.tokens"][number] == text for text, number in vocabulary.items())
+    assert found["ggml.tokens"][319] == "[PAD319]"
+    theirs = gguf.SpecialVocab(tmp_path / "tok", load_merges=True)
+    assert found["ggml.merges"] == theirs.merges
+    assert fields["tokenizer.ggml.token_type"].types[-1] == gguf.GGUFValueType.INT32
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    assert (kinds[0], kinds[5], kinds[319]) == (3, 1, 5)
+    assert fields["tokenizer.ggml.pre"].contents() == PATTERNS[pattern]
+    assert fields["tokenizer.chat_template"].contents() == theirs.chat_template
+    assert not fields["tokenizer.ggml.add_bos_token"].contents()
+
+
+def test_a_tokenizer_that_llama_cpp_has_no_name_for(tmp_path):
+    tokenizer(tmp_path / "tok", r"\s+|\w+")
+    with pytest.raises(UnsupportedError, match="byte-level BPE"):
+        save_gguf(model("llama", vocab_size=320), tmp_path / "x.gguf", metadata=tmp_path / "tok")
+    tokenizer(tmp_path / "tok", next(iter(PATTERNS)))
+    with pytest.raises(UnsupportedError, match="at most 96 tokens"):
+        save_gguf(model("llama"), tmp_path / "x.gguf", metadata=tmp_path / "tok")
 
 
 # ---- refusals

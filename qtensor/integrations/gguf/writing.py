@@ -27,6 +27,7 @@ from qtensor.integrations.gguf.naming import (
     plain_name,
     to_gguf,
 )
+from qtensor.integrations.gguf.tokenizer import tokenizer_pairs
 from qtensor.storage.tensor import QuantizedTensor
 
 PathLike = str | os.PathLike[str]
@@ -60,9 +61,9 @@ def save_gguf(
         config: config.json of the model; by default that of ``model``.
         decode: dtype for quantized weights that GGUF has no type for, such as FP8: they are decoded
             as their origin does. None refuses them.
-        metadata: further key-values, such as ``{"general.name": "x"}``; or a GGUF file of the model
-            whose tokenizer is taken. Without a tokenizer, llama.cpp computes logits of token ids
-            and reads no text.
+        metadata: further key-values, such as ``{"general.name": "x"}``; or the tokenizer: a folder
+            with the tokenizer.json of Llama 3, Qwen or gpt-oss, or a GGUF file of the model.
+            Without a tokenizer, llama.cpp computes logits of token ids and reads no text.
         accept_unscaled: True to write NVFP4 weights in feed-forward layers of Qwen 2, Gemma and
             gpt-oss: llama.cpp 0.3.36 reads them and forgets their tensor factors there.
         overwrite: True to replace a file.
@@ -100,7 +101,7 @@ def save_gguf(
         plan.entries[FREQUENCIES] = Entry((), lambda: factors)
     finish = functools.partial(_stored, scaled=family.scaled or accept_unscaled)
     tensors = Renamed(plan, _Reader(state, decode).read, finish)
-    pairs = {**key_values(family, config), **_metadata(metadata)}
+    pairs = {**key_values(family, config), **_metadata(metadata, config["vocab_size"])}
     checkpoints.save(tensors, path, layout="gguf", config=pairs, overwrite=overwrite)
     return left_out
 
@@ -202,10 +203,12 @@ def _check_factor(name: str, tensor: QuantizedTensor) -> None:
         fail("save_gguf", rule, f"{name} with {factors.tolist()[:4]}", fix, UnsupportedError)
 
 
-def _metadata(given: Mapping[str, Any] | PathLike | None) -> dict[str, Any]:
-    """Return key-values that the caller passes, or the tokenizer of a GGUF file."""
+def _metadata(given: Mapping[str, Any] | PathLike | None, size: int) -> dict[str, Any]:
+    """Return key-values that the caller passes, or a tokenizer of ``size`` tokens."""
     if given is None or isinstance(given, Mapping):
         return {"tokenizer.ggml.model": "none", **(given or {})}
+    if os.path.isdir(given):
+        return tokenizer_pairs(given, size)
     with checkpoints.open(given, layout="gguf") as other:
         pairs = other.source.extra["key_values"]
         found = {key: value for key, value in pairs.items() if key.startswith("tokenizer.")}
