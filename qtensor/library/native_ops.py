@@ -27,8 +27,9 @@ import torch
 from qtensor.core.errors import QTensorError
 from qtensor.core.linear_plans import backward_plan, forward_plan
 from qtensor.core.quantizer_registry import parse, readable_part, slots_within, usage_part
+from qtensor.core.row_format import row_format
 from qtensor.core.torch_state import in_backward, without_modes
-from qtensor.kernels.cpu import loading
+from qtensor.kernels.cpu import attention, loading
 from qtensor.kernels.cpu.descriptions import (
     DTYPES,
     CBackwardPlan,
@@ -36,8 +37,10 @@ from qtensor.kernels.cpu.descriptions import (
     CForwardPlan,
     CPlannedOperand,
     CProblem,
+    CRowFormat,
     CTwin,
     describe,
+    describe_rows,
     describe_twin,
 )
 from qtensor.library.define import BODIES, SCHEMAS
@@ -113,6 +116,11 @@ def _backward_plan(text: str) -> CBackwardPlan:
     return CBackwardPlan(*map(_address, texts), *dtypes, plan.bias)
 
 
+def _row_format(text: str) -> CRowFormat:
+    form = row_format(text)
+    return describe_rows(form, None if form.element is None else _address(text))
+
+
 def _made(make: Callable[[str], Any], text: str) -> int | None:
     key = make, text
     if key not in _MADE:
@@ -127,6 +135,7 @@ _KINDS: tuple[Callable[[str], int | None], ...] = (
     functools.partial(_made, _twin),
     functools.partial(_made, _forward_plan),
     functools.partial(_made, _backward_plan),
+    functools.partial(_made, _row_format),
 )
 """Functions that return the address of what a text means, in the order of `enum Kind` of
 register.cpp.
@@ -190,6 +199,21 @@ def _choice_of(problem: CProblem) -> int:
     if not isinstance(first, choice.FewRows) or first.mirrored is not None:
         return 0
     return _FEW_ROWS | (_DECODE if others[0].name == "reference" else 0)
+
+
+@functools.cache
+def _attention_functions() -> Any:
+    """Return the addresses of the functions of attention, or None if it has no library."""
+    handle = attention.library()
+    return None if handle is None else _addresses((handle.qt_attention, handle.qt_cache_append))
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p)
+def _attention_kernels() -> int | None:
+    with _no_exception():
+        functions = _attention_functions()
+        return None if functions is None else ctypes.addressof(functions)
+    return None
 
 
 _in_backward, _may_run_again = map(ctypes.CFUNCTYPE(ctypes.c_int32), (in_backward, may_run_again))
@@ -325,7 +349,7 @@ def _register() -> None:
         # Autograd has already handled the op that was called.
         _PYTHON.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    asked = _addresses((_tell, _choose, _in_backward, _may_run_again))
+    asked = _addresses((_tell, _choose, _in_backward, _may_run_again, _attention_kernels))
     find = ctypes.cast(ctypes.CDLL(None).dlsym, ctypes.c_void_p)
     if handle.qtensor_ops_register(find, torch_cpu._handle, asked):
         return

@@ -30,6 +30,7 @@ FLAGS = (
 RACES = ("-fsanitize=thread", "-g1", "-O1")
 CASES = 600
 BEST = sources.usable_isas()[0]
+ALL = (sources.build_spec(BEST), sources.ops_build_spec(), sources.attention_build_spec(BEST))
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -72,7 +73,8 @@ import qtensor.build.cache
 from qtensor.kernels.cpu import native
 from qtensor.library import native_ops
 
-qtensor.build.cache.build = lambda spec: sys.argv[2]
+chosen = lambda spec: sys.argv[3 if spec.name.startswith("attention") else 2]
+qtensor.build.cache.build = chosen
 qtensor.build.cache.is_built = lambda spec: True
 kernels = native.Library(sys.argv[1])
 native.library = lambda: kernels
@@ -83,11 +85,13 @@ BY_CPP = (
     SERVED
     + """
 import pytest
-sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", *sys.argv[3:]]))
+sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", *sys.argv[4:]]))
 """
 )
 CALLS = (
     "library/test_native_ops.py",
+    "library/test_native_attention_ops.py",
+    "library/test_cache_append.py",
     "storage/test_saved_views.py",
 )
 """What C++ serves, byte by byte."""
@@ -220,8 +224,7 @@ def run_threads(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_threads_that_call_at_the_same_time() -> None:
     sanitizer("libtsan.so")
-    specs = (sources.build_spec(BEST), sources.ops_build_spec())
-    libraries = [build(sanitized(spec, RACES)) for spec in specs]
+    libraries = [build(sanitized(spec, RACES)) for spec in ALL]
     done = run_threads(AT_ONCE, *map(str, libraries))
     assert done.returncode == 0, done.stderr[-6000:]
     assert done.stdout == "ended\n"
@@ -265,8 +268,7 @@ def test_the_kernels_stay_inside_their_buffers(isa: str) -> None:
 @pytest.mark.slow
 def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
     sanitizer()
-    specs = (sources.build_spec(BEST), sources.ops_build_spec())
-    libraries = [build(sanitized(spec)) for spec in specs]
+    libraries = [build(sanitized(spec)) for spec in ALL]
     files = [str(ROOT / "tests" / name) for name in CALLS]
     done = run(BY_CPP, *map(str, libraries), *files, wide_vectors=BEST == "avx512")
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -21,13 +21,9 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}
 _PLAIN = {torch.bfloat16: 5, torch.float16: 6, torch.float32: 7}
 _LOG2_E = 1.4426950408889634
-_SIZE_UNIT, _MOST_SIZE = 32, 1024
-"""The head sizes of the kernels: multiples of the first up to the second."""
 DOTS = -1
 """Whether to use bfloat16 dot products, 0 or 1; -1 for what is faster on this CPU. The bits are the
 same."""
-_ONE_THREAD = 1 << 18
-"""Products of scores up to which a call uses one thread: waking another one costs more time."""
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -35,17 +31,18 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
 
 
 class StoredRows(ctypes.Structure):
-    """`StoredRows` of attention.h: the buffers of keys or values, and how they are stored."""
+    """`StoredRows` of calls.h: the buffers of keys or values, and how they are stored."""
 
     _fields_ = [
         *_fields("codes factors", ctypes.c_void_p),
         *_fields("outer head token factor_outer factor_head factor_token", ctypes.c_int64),
-        *_fields("element packed block factor_id size", ctypes.c_int64),
+        *_fields("element packed block factor_id stored", ctypes.c_int64),
+        *_fields("size factor_count pieces", ctypes.c_int64),
     ]
 
 
 class AttentionCall(ctypes.Structure):
-    """`AttentionCall` of attention.h."""
+    """`AttentionCall` of calls.h."""
 
     _fields_ = [
         ("q", ctypes.c_void_p),
@@ -68,7 +65,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class AppendedRows(ctypes.Structure):
-    """`AppendedRows` of append.cpp: encoded rows, and the buffer that takes them."""
+    """`AppendedRows` of calls.h: encoded rows, and the buffer that takes them."""
 
     _fields_ = [
         ("source", ctypes.c_void_p),
@@ -79,7 +76,7 @@ class AppendedRows(ctypes.Structure):
 
 
 class AppendCall(ctypes.Structure):
-    """`AppendCall` of append.cpp."""
+    """`AppendCall` of calls.h."""
 
     _fields_ = [
         *_fields("positions table", ctypes.c_void_p),
@@ -123,21 +120,24 @@ def _byte_strides(t: Tensor) -> tuple[int, int, int]:
     return outer * size, head * size, token * size
 
 
-def _stored(codes: Tensor, factors: Tensor | None, form: RowFormat) -> StoredRows | None:
-    """Return the description of buffers; None if the kernels have no such head size."""
-    size = form.size(codes.shape[3])
-    if size % _SIZE_UNIT or not 0 < size <= _MOST_SIZE:
-        return None
-    factor_strides, factor_id = (0, 0, 0), 0
-    if factors is not None:
-        factor_strides = _byte_strides(factors)
+def stored_ids(form: RowFormat) -> tuple[int, int, int, int]:
+    """Return `element`, `packed`, `block` and `factor_id` of `StoredRows`."""
+    factor_id = 0
+    if form.factor is not None:
         factor_id = 1 if form.factor is torch.float32 else 3 if form.divisor else 2
-    element = _PLAIN[codes.dtype] if form.element is None else _ELEMENTS[form.element.name]
+    element = _PLAIN[form.dtype] if form.element is None else _ELEMENTS[form.element.name]
+    return element, int(form.group == (4, 3)), form.block, factor_id
+
+
+def _stored(codes: Tensor, factors: Tensor | None, form: RowFormat) -> StoredRows:
+    """Return the description of buffers."""
+    factor_strides = (0, 0, 0) if factors is None else _byte_strides(factors)
     return StoredRows(
         codes.data_ptr(),
         None if factors is None else factors.data_ptr(),
         *(*_byte_strides(codes), *factor_strides),
-        *(element, int(form.group == (4, 3)), form.block, factor_id, size),
+        *stored_ids(form),
+        form.size(codes.shape[3]),
     )
 
 
@@ -169,19 +169,17 @@ def attention_(out: Tensor, args: Any, sums: Tensor | None = None) -> bool:
 
     Returns:
         False with nothing written if no kernel serves the call, or if lengths or pages are outside
-        the cache.
+        the cache, or heads are too large.
     """
     q, mask, sinks = args.q, args.mask, args.sinks
     tensors = (q, args.k, args.k_factors, args.v, args.v_factors, args.lengths, args.positions)
     if not _serves(*tensors, args.first, mask, sinks, args.block_table, args.k_global):
         return False
     k_form, v_form = row_format(args.k_format), row_format(args.v_format)
-    k = _stored(args.k, args.k_factors, k_form)
-    v = _stored(args.v, args.v_factors, v_form)
-    handle = library() if k is not None and v is not None else None
-    if handle is None or not _serves(args.v_global):
+    handle = library() if _serves(args.v_global) else None
+    if handle is None:
         return False
-    batch, heads, queries, size = q.shape
+    batch, heads, queries, _ = q.shape
     q = q if q.stride(3) == 1 else q.contiguous()
     table, lengths = _indices(args.block_table), _indices(args.lengths)
     positions, first = _indices(args.positions), _indices(args.first)
@@ -200,16 +198,17 @@ def attention_(out: Tensor, args: Any, sums: Tensor | None = None) -> bool:
     page = 0 if table is None else args.k.shape[2]
     columns = 1 if table is None else table.shape[1]
     tokens = args.k.shape[2] * columns
-    work = batch * heads * queries * tokens * size
     call = AttentionCall(
         *(q.data_ptr(), _DTYPES[q.dtype], *q.stride()[:3]),
         *(out.data_ptr(), _address(sums)),
-        *(batch, args.k.shape[1], heads // args.k.shape[1], queries, k, v),
+        *(batch, args.k.shape[1], heads // args.k.shape[1], queries),
+        _stored(args.k, args.k_factors, k_form),
+        _stored(args.v, args.v_factors, v_form),
         *(_address(table), columns, page, args.k.shape[0], tokens),
         *(_address(lengths), _address(positions), _address(first), args.causal, args.window),
         *(_address(mask), mask_dtype, *mask_strides, 0 if mask is None else mask.shape[3]),
         *(_address(sinks), *sink_strides),
-        *(torch.get_num_threads() if work > _ONE_THREAD else 1, DOTS),
+        *(torch.get_num_threads(), DOTS),
         _float32(factor * _wide(args.k_global, k_form)),
         _float32(args.soft_cap * _LOG2_E),
         _wide(args.v_global, v_form),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from qtensor.core.formats import Slot
+from qtensor.core.row_format import RowFormat
+from qtensor.kernels.cpu.attention import stored_ids
 from qtensor.kernels.cpu.buffers import POSITION_OF, is_columnwise, position_of_row_factors
 from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer, refusal
 
@@ -24,6 +26,8 @@ DTYPES = (
     torch.float8_e5m2,
     torch.float8_e8m0fnu,
     torch.int64,
+    torch.int32,
+    torch.bool,
 )
 """The dtypes that the C++ ops know, in the order of `enum TensorType` of torch_abi.h."""
 _AXES = ("lead", "m", "k", "one")
@@ -140,6 +144,24 @@ class CBackwardPlan(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("dy", "dy_rows", "dy_columns", "x", "weight")),
         *((name, ctypes.c_int64) for name in ("dtype", "weight_dtype", "bias")),
     )
+
+
+class CRowFormat(ctypes.Structure):
+    """`struct RowFormat`; `quantizer` is the address of a description, None for plain rows."""
+
+    _fields_ = (
+        ("quantizer", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("dtype", "factor_dtype", "codes", "bytes")),
+        *((name, ctypes.c_int64) for name in ("element", "packed", "block", "factor_id")),
+        ("divisor", ctypes.c_double),
+    )
+
+
+def describe_rows(form: RowFormat, quantizer: int | None) -> CRowFormat:
+    """Return the description of rows; `quantizer` is the address of that of the quantizer."""
+    factor = -1 if form.factor is None else DTYPES.index(form.factor)
+    dtypes = DTYPES.index(form.dtype), factor
+    return CRowFormat(quantizer, *dtypes, *form.group, *stored_ids(form), form.divisor)
 
 
 class CProblem(ctypes.Structure):

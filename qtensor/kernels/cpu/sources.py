@@ -199,15 +199,19 @@ def kernel_build_specs(isa: str) -> tuple[BuildSpec, BuildSpec]:
     return build_spec(isa), attention_build_spec(isa)
 
 
+_OF_OPS = ("structs.h", "denormals.h", "attention/calls.h")
+"""Headers of the kernels that the ops read."""
+
+
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
-    names = ("torch_abi", "quantize_ops", "product_ops", "state_ops", "register")
+    names = ("torch_abi", "quantize_ops", "product_ops", "state_ops", "attention_ops", "register")
     flags = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra")
     hidden = ("-fvisibility=hidden", "-DQT_NAMESPACE=ops")
     return BuildSpec(
         "ops",
         tuple(Unit(_OPS / f"{name}.cpp", (*flags, *hidden), name) for name in names),
         find_cxx,
-        (*sorted(_OPS.glob("*.h")), FOLDER / "structs.h", FOLDER / "denormals.h"),
+        (*sorted(_OPS.glob("*.h")), *(FOLDER / name for name in _OF_OPS)),
         title="C++ ops",
     )

@@ -50,7 +50,11 @@ INLINE void store(void* p, V v) {
     memcpy(p, &v, sizeof v);
 }
 INLINE VI all(i32 v) { return v - VI{}; }
+#ifdef __aarch64__
+INLINE VF all(float v) { return v - VF{}; }  // GCC 12 for aarch64 crashes at the other form
+#else
 INLINE VF all(float v) { return (VF)all(bits<i32>(v)); }
+#endif
 INLINE VI max(VI a, VI b) { return a > b ? a : b; }
 INLINE VI min(VI a, VI b) { return a < b ? a : b; }
 INLINE bool any(VI mask) {

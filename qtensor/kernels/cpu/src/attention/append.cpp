@@ -1,33 +1,7 @@
 // Writes encoded rows of new tokens into a cache of keys and values.
-#include "attention.h"
+#include <cstring>
 
-namespace QT_NAMESPACE {
-
-// Rows (batch, heads, tokens) one after the other, and where they go. Strides are bytes; `width` of a row.
-struct AppendedRows {
-    const u8* from;
-    i64 from_stride, width;
-    u8* to;
-    i64 outer, head, token;
-};
-struct AppendCall {
-    const i64 *positions, *table;  // (batch, tokens); (batch, table_stride) or null
-    i64 table_stride, page, pages, capacity;
-    i64 batch, heads, tokens;
-    i64 count;
-    AppendedRows rows[4];  // codes and factors of keys and values
-
-    // Where a token is written; false if that is outside the cache.
-    bool place(i64 b, i64 position, i64& outer, i64& at) const {
-        if (position >= capacity) return false;
-        outer = table ? table[b * table_stride + position / page] : b;
-        at = table ? position % page : position;
-        return !table || (outer >= 0 && outer < pages);
-    }
-};
-
-}  // namespace QT_NAMESPACE
-using namespace QT_NAMESPACE;
+#include "calls.h"
 
 extern "C" {
 

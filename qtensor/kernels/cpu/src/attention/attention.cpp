@@ -9,7 +9,10 @@
 
 namespace QT_NAMESPACE {
 
-constexpr i64 TILE_ROWS = 128;  // of queries that a decoded group multiplies
+constexpr i64 TILE_ROWS = 128;   // of queries that a decoded group multiplies
+constexpr i64 MOST_SIZE = 1024;  // of heads
+// Products of scores up to which a call uses one thread: waking another one costs more time.
+constexpr double ONE_THREAD = 1 << 18;
 
 #if QT_ISA == 512
 Products dot_products(const StoredRows& s, bool in_registers);
@@ -49,7 +52,7 @@ struct Scratch {
     Array<u8> edge;
     Array<QueryRow> rows;
     Array<Partial> here;  // of the chunk
-    static i64 most_factors(const StoredRows& s) { return std::max(1, s.factor_count()); }
+    static i64 most_factors(const StoredRows& s) { return s.factor_count / 4 * 4 + 4; }
     Scratch(const AttentionCall& c, i64 count)
         : k_size(c.k.size),
           v_size(c.v.size),
@@ -74,16 +77,23 @@ struct Tile {
 };
 
 class Attention {
+    static AttentionCall padded(AttentionCall c) {
+        c.k.pad(), c.v.pad();
+        if (double(c.batch * c.heads * c.rows()) * double(c.capacity) * double(c.k.size) <= ONE_THREAD)
+            c.threads = 1;
+        return c;
+    }
+
 public:
-    const AttentionCall& c;
+    const AttentionCall c;
     const Way k_way, v_way;
     // What is fetched during products: keys and values during those of keys, then during those of values.
     const Lines k_of_k, v_of_k, v_of_v, k_of_v;
 
     explicit Attention(const AttentionCall& call)
-        : c(call),
-          k_way(call, call.k),
-          v_way(call, call.v),
+        : c(padded(call)),
+          k_way(c, c.k),
+          v_way(c, c.v),
           k_of_k(c.k, k_way.products.key_steps(c.k.size)),
           v_of_k(c.v, k_way.products.key_steps(c.k.size)),
           v_of_v(c.v, Products::value_steps(c.v.size)),
@@ -114,6 +124,17 @@ public:
         const i64 row = t.r0 + r, query = row / c.groups;
         return {t.b, t.h * c.groups + row % c.groups, query, seen_by(c, t.b, query)};
     }
+    // A row of queries to pairs that are n apart, in the order of the codes of keys.
+    void interleave(const float* row, i64 size, int n, i64 at, float* q) const {
+        const bool nibbles = c.k.element == E2M1;
+        for (i64 i = 0; i < size / 2; i++, at += n) {
+            const i64 low = nibbles ? i / 4 * 8 + i % 4 : 2 * i, high = low + (nibbles ? 4 : 1);
+            if (k_way.dots)
+                ((u32*)q)[at] = bits<u32>(row[low]) >> 16 | (bits<u32>(row[high]) & 0xffff0000);
+            else
+                q[2 * at] = row[low], q[2 * at + 1] = row[high];
+        }
+    }
     // The queries of a tile as products read them, and what each sees.
     void begin(const Tile& t, Scratch& w) const {
         const i64 size = c.k.size;
@@ -124,16 +145,15 @@ public:
                 const i64 at = row.b * c.q_batch + row.head * c.q_head + row.query * c.q_query;
                 with_type(c.q_dtype, [&](auto type) {
                     using D = decltype(type);
-                    widen_row<D>((const u8*)((const typename D::T*)c.q + at), size, w.decoded, c.k.least());
+                    auto* from = (const u8*)((const typename D::T*)c.q + at);
+                    if (c.k.padded()) {
+                        memset(w.edge, 0, sizeof(typename D::T) * size_t(size));
+                        memcpy(w.edge, from, sizeof(typename D::T) * size_t(c.k.stored));
+                        from = w.edge;
+                    }
+                    widen_row<D>(from, size, w.decoded, c.k.least());
                 });
-                for (i64 i = 0; i < size; i++) {
-                    const i64 position = c.k.element == E2M1 ? i / 8 * 8 + nibble_position(int(i % 8)) : i;
-                    const i64 place = first * size + (position / 2 * n + r) * 2 + position % 2;
-                    if (k_way.dots)
-                        ((u16*)(float*)w.q)[place] = u16(bits<u32>(w.decoded[i]) >> 16);
-                    else
-                        w.q[place] = w.decoded[i];
-                }
+                interleave(w.decoded, size, n, first * size / 2 + r, w.q);
             }
         });
     }
@@ -166,20 +186,21 @@ public:
         const float* of_blocks = c.k.block ? factors : nullptr;
         by_rows(rows, [&](i64 r, int n) {
             float* s = w.scores + r * SCORE_ROW + i * TOKENS;
-            k_way.products.scores[tile_index(n)]({keys, of_blocks, query(w, r), s, ahead});
+            k_way.products.scores[tile_index(n)]({keys, of_blocks, query(w, r), s, ahead.for_rows(r)});
         });
     }
     void add_group(i64 rows, int i, const Group& g, const Ahead& ahead, Scratch& w) const {
         const GroupRows values = decode(v_way, c.v, g.codes, false, w);
         const float* factors = c.v.factor_id ? (const float*)w.factors : nullptr;
         if (factors) decode_factors(c.v, g.factors, g.factor_stride, w.factors);
-        const i64 blocks = c.v.block ? c.v.factor_count() : 1;
+        const i64 blocks = c.v.block ? c.v.factor_count : 1;
         const auto scale = c.q_dtype != BF16 ? scale_weights<Weights::EXACT>
                            : v_way.dots      ? scale_weights<Weights::HALVES>
                                              : scale_weights<Weights::ROUNDED>;
         by_rows(rows, [&](i64 r, int n) {
             scale(w.scores + r * SCORE_ROW + i * TOKENS, n, factors, blocks, c.v.least(), w.weights);
-            v_way.products.values[tile_index(n)]({values, w.weights, w.chunk + r * c.v.size, ahead});
+            v_way.products.values[tile_index(n)](
+                {values, w.weights, w.chunk + r * c.v.size, ahead.for_rows(r)});
         });
     }
     // A chunk of all rows, merged into parts and sums.
@@ -313,10 +334,10 @@ extern "C" {
 // The size of the struct that Python fills.
 i64 qt_attention_abi() { return 1000 + i64(sizeof(AttentionCall)); }
 
-// Returns 0, 1 if lengths or pages are outside the cache, 2 if memory ran out.
+// Returns 0, 1 if lengths or pages are outside the cache or heads are too large, 2 if memory ran out.
 int qt_attention(const AttentionCall* call) {
     const KeepDenormals scope;
-    if (!is_within(*call)) return 1;
+    if (call->k.stored > MOST_SIZE || call->v.stored > MOST_SIZE || !is_within(*call)) return 1;
     try {
         Attention(*call).run();
         return 0;

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "../fused.h"
+#include "calls.h"
 
 namespace QT_NAMESPACE {
 
@@ -17,61 +18,11 @@ constexpr int PARTS = TOKENS / W;           // vectors of a group
 constexpr int MOST_ROWS = W == 16 ? 8 : 4;  // that are multiplied at once
 constexpr float LEAST_VALUE = 0x1p-64f;     // of plain rows; smaller ones count as 0
 
-// How rows are stored. Elements above E2M1 are plain: STORED_BF16 and so on.
-enum Stored { STORED_BF16 = 5, STORED_F16 = 6, STORED_F32 = 7 };
-enum FactorId { NO_FACTOR = 0, FACTOR_ROW = 1, FACTOR_E8M0 = 2, FACTOR_E4M3 = 3 };
-
-// The rows of keys or of values. Strides are bytes: of a sequence or page, a head and a token.
-struct StoredRows {
-    const u8 *codes, *factors;
-    i64 outer, head, token;
-    i64 factor_outer, factor_head, factor_token;
-    i64 element, packed;   // packed: four codes in three bytes
-    i64 block, factor_id;  // block: values that share a factor; 0: a row
-    i64 size;              // of the head, a multiple of 32
-
-    bool plain() const { return element > E2M1; }
-    // Whether bfloat16 holds every value.
-    bool narrow() const { return element <= STORED_BF16; }
-    i64 bytes() const {
-        return element == E2M1          ? size / 2
-               : packed                 ? size / 4 * 3
-               : element == STORED_F32  ? size * 4
-               : element >= STORED_BF16 ? size * 2
-                                        : size;
-    }
-    int piece() const { return block ? int(block) : 32; }
-    int factor_count() const { return factor_id == NO_FACTOR ? 0 : block ? int(size / block) : 1; }
-    float least() const { return plain() ? 0x1p-48f : 0x1p-96f; }
-};
-
 // The codes of a group of tokens.
 struct GroupCodes {
     const u8* at;
     i64 stride;
     ALWAYS_INLINE const u8* row(int token) const { return at + token * stride; }
-};
-
-struct AttentionCall {
-    const u8* q;  // (batch, groups * heads, queries, k.size), strides in elements
-    i64 q_dtype, q_batch, q_head, q_query;
-    void* out;    // (batch, groups * heads, queries, v.size), contiguous, the dtype of q; float32 with `sums`
-    float* sums;  // (batch, groups * heads, queries, 2) for the largest score and the sum of weights by which
-                  // `out` is not divided; or null
-    i64 batch, heads, groups, queries;
-    StoredRows k, v;
-    const i64* table;  // (batch, table_stride) pages, or null
-    i64 table_stride, page, pages, capacity;
-    const i64 *lengths, *positions, *first;  // (batch), (batch, queries) or null, (batch) or null
-    i64 causal, window;
-    const u8* mask;  // with strides in elements, 0 for a dim of size 1; or null
-    i64 mask_dtype, mask_batch, mask_head, mask_query, mask_token, mask_tokens;  // dtype 3: bool
-    const float* sinks;                                                          // with strides, or null
-    i64 sink_batch, sink_head, sink_query;
-    i64 threads, dots;      // dots: whether to use bfloat16 dot products; -1 for the faster way
-    double pre, cap, post;  // float32 numbers
-
-    i64 rows() const { return groups * queries; }
 };
 
 // What a row of queries sees: tokens lo .. hi.

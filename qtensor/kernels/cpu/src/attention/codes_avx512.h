@@ -19,7 +19,7 @@ struct Places {
 
 // Two codes in a byte.
 struct NibblePairs {
-    static constexpr int BYTES_OF_32 = 16, PAIRS_OF_DWORD = 4;
+    static constexpr int BYTES_OF_32 = 16, PAIRS_OF_DWORD = 4, SUMS = 16;
     static constexpr bool WORDS = false;
     __m512i table_of_words, first, second, shift;
     explicit NibblePairs(const u8*) {
@@ -45,7 +45,7 @@ struct NibblePairs {
 };
 // One code in a byte.
 struct BytePairs {
-    static constexpr int BYTES_OF_32 = 32, PAIRS_OF_DWORD = 2;
+    static constexpr int BYTES_OF_32 = 32, PAIRS_OF_DWORD = 2, SUMS = 8;
     static constexpr bool WORDS = true;
     __m512i low0, low1, high0, high1, sign, places;
     explicit BytePairs(const u8* t) {
@@ -69,7 +69,7 @@ struct BytePairs {
     }
 };
 struct Bfloat16Pairs {
-    static constexpr int BYTES_OF_32 = 64, PAIRS_OF_DWORD = 1;
+    static constexpr int BYTES_OF_32 = 64, PAIRS_OF_DWORD = 1, SUMS = 16;
     static constexpr bool WORDS = false;
     explicit Bfloat16Pairs(const u8*) {}
     // Numbers below LEAST_VALUE count as 0.
@@ -116,8 +116,7 @@ template <class F, class S>
 struct Codes {
     using Steps = S;
     using Pair = typename Steps::Pair;
-    static constexpr int PAIRS_OF_STEP = F::PAIRS_OF_DWORD;
-    static constexpr bool IN_REGISTERS = true;
+    static constexpr int PAIRS_OF_STEP = F::PAIRS_OF_DWORD, SUMS = F::SUMS;
     const F f;
     const __m512i* dwords;
     const GroupCodes codes;

@@ -156,11 +156,20 @@ template <class F>
 INLINE void four_factors(VU codes, float* to, const F& value) {
     for (int i = 0; i < 4; i++) store(to + i * TOKENS, value((VI)(codes >> (8 * i)) & all(255)));
 }
-INLINE void gather_factors(i64 factor_id, i64 count, const u8* p, i64 stride, float* to) {
+// Factors j .. j + 3 of 16 tokens, one in each byte of a lane. `dense`: a token's follow those of the last.
+INLINE VU factors_of_tokens(const u8* p, i64 stride, i64 j, bool dense) {
     const VI lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const __m512i places = (__m512i)(lanes * all(i32(stride)));
+    if (dense && stride == 2) return (VU)_mm512_cvtepu16_epi32(load<__m256i>(p));
+    if (dense && stride == 4) return load<VU>(p);
+    if (dense && stride == 8) {
+        const __m512i places = (__m512i)(lanes * all(2) + all(i32(j / 4)));
+        return (VU)_mm512_permutex2var_epi32(load<__m512i>(p), places, load<__m512i>(p + 64));
+    }
+    return (VU)_mm512_i32gather_epi32((__m512i)(lanes * all(i32(stride))), p + j, 1);
+}
+INLINE void gather_factors(i64 factor_id, i64 count, const u8* p, i64 stride, float* to) {
     for (i64 j = 0; j < count; j += 4) {
-        const VU codes = stride == 4 ? load<VU>(p) : (VU)_mm512_i32gather_epi32(places, p + j, 1);
+        const VU codes = factors_of_tokens(p, stride, j, stride == count);
         if (factor_id == FACTOR_E8M0)
             four_factors(codes, to + j * TOKENS, [](VI c) {
                 return (VF)(c == all(255) ? all(0x7fc00000) : max(c << 23, all(0x400000)));
@@ -170,15 +179,20 @@ INLINE void gather_factors(i64 factor_id, i64 count, const u8* p, i64 stride, fl
     }
 }
 #endif
+// to: (factors, rounded up to a multiple of 4; TOKENS).
 static inline void decode_factors(const StoredRows& s, const u8* p, i64 stride, float* to) {
     static const FactorTables tables;
-    const int count = s.factor_count();
+    const i64 count = s.factor_count;
     if (s.factor_id == FACTOR_ROW) {
-        for (int t = 0; t < TOKENS; t++) memcpy(to + t, p + t * stride, 4);
+        if (stride == 4)
+            memcpy(to, p, 4 * TOKENS);
+        else
+            for (int t = 0; t < TOKENS; t++) memcpy(to + t, p + t * stride, 4);
         return;
     }
 #if QT_ISA == 512
-    if (count % 4 == 0) return gather_factors(s.factor_id, count, p, stride, to);
+    if (count % 4 == 0 || (count == 2 && stride == 2))
+        return gather_factors(s.factor_id, count, p, stride, to);
 #endif
     const float* values = s.factor_id == FACTOR_E8M0 ? tables.e8m0 : tables.e4m3;
     for (int t = 0; t < TOKENS; t++)

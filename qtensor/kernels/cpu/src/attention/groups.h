@@ -32,24 +32,25 @@ struct Group {
     const u8* factors;
     i64 factor_stride;
     void find(const Addresses& a, i64 t, Seen inside, u8* edge) {
-        // Without a page that holds all tokens of the group, it is copied like an edge.
-        if (inside.covers(t, TOKENS) && (!a.c.table || a.c.page % TOKENS == 0)) {
+        // Rows without their zeros, and groups that no page holds whole, are copied like an edge.
+        if (inside.covers(t, TOKENS) && (!a.c.table || a.c.page % TOKENS == 0) && !a.s.padded()) {
             codes = {a.codes(t), a.s.token};
             factors = a.s.factors ? a.factors(t) : nullptr;
             factor_stride = a.s.factor_token;
             return;
         }
-        const i64 bytes = a.s.bytes(),
-                  factor_bytes = a.s.factor_count() * (a.s.factor_id == FACTOR_ROW ? 4 : 1);
+        const i64 bytes = a.s.bytes(), factor_size = a.s.factor_id == FACTOR_ROW ? 4 : 1;
+        const i64 factor_bytes = a.s.factor_count * factor_size;
+        const i64 from = a.s.bytes_of(a.s.stored), from_factors = a.s.factors_of(a.s.stored) * factor_size;
         codes = {edge, bytes};
         factors = edge + TOKENS * bytes;
         factor_stride = factor_bytes;
         memset(edge, 0, size_t(TOKENS * (bytes + factor_bytes)));
         const i64 last = std::min<i64>(TOKENS - 1, inside.hi - t);
         for (i64 i = std::max<i64>(0, inside.lo - t); i <= last; i++) {
-            memcpy(edge + i * bytes, a.codes(t + i), size_t(bytes));
+            memcpy(edge + i * bytes, a.codes(t + i), size_t(from));
             if (factor_bytes)
-                memcpy(edge + TOKENS * bytes + i * factor_bytes, a.factors(t + i), size_t(factor_bytes));
+                memcpy(edge + TOKENS * bytes + i * factor_bytes, a.factors(t + i), size_t(from_factors));
         }
     }
 };
@@ -65,8 +66,9 @@ class Lines {
 
 public:
     Lines(const StoredRows& s, i64 steps) : at(steps) {
-        const bool one_run = s.token == s.bytes();
-        const i64 run = ((one_run ? TOKENS : 1) * s.bytes() + 63) / 64, lines = one_run ? run : run * TOKENS;
+        const i64 bytes = s.bytes_of(s.stored);
+        const bool one_run = s.token == bytes;
+        const i64 run = ((one_run ? TOKENS : 1) * bytes + 63) / 64, lines = one_run ? run : run * TOKENS;
         for (i64 step = 0; step < steps; step++) {
             const i64 line = step * lines / steps;
             at[step] = line / run * s.token + line % run * 64;

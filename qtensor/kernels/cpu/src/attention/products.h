@@ -17,10 +17,12 @@ struct GroupRows {
 };
 // Memory that is read soon, a line with each step of a product: many requests at once would hold up loads.
 struct Ahead {
-    const u8* at;
+    const u8* at;      // null: of no product
     const i64* lines;  // by step
     bool two;          // the line behind it, too
+    Ahead for_rows(i64 first) const { return {first ? nullptr : at, lines, two}; }
     ALWAYS_INLINE void fetch(i64 step) const {
+        if (!at) return;
         __builtin_prefetch(at + lines[step]);
         if (two) __builtin_prefetch(at + lines[step] + 64);
     }
@@ -83,12 +85,11 @@ struct DotSteps {
 #endif
 
 // ---- tiles of decoded numbers (attention.h). keys: step i, part g of the tokens. values: tokens 2 j and
-// 2 j + 1, two vectors of values from e on.
+// 2 j + 1, two vectors of values from e on. SUMS are computed at once: each waits for the step before.
 struct FloatTile {
     using Steps = FloatSteps;
     using Pair = Steps::Pair;
-    static constexpr int PAIRS_OF_STEP = 1;
-    static constexpr bool IN_REGISTERS = false;
+    static constexpr int PAIRS_OF_STEP = 1, SUMS = W == 16 ? 16 : 8;
     const float* at;
     i64 size;
     explicit FloatTile(const GroupRows& r) : at((const float*)r.tile), size(r.s.size) {}
@@ -106,8 +107,7 @@ template <class S>
 struct PairTile {
     using Steps = S;
     using Pair = typename Steps::Pair;
-    static constexpr int PAIRS_OF_STEP = 1;
-    static constexpr bool IN_REGISTERS = false;
+    static constexpr int PAIRS_OF_STEP = 1, SUMS = 16;
     const u32* at;
     i64 size;
     explicit PairTile(const GroupRows& r) : at((const u32*)r.tile), size(r.s.size) {}
@@ -118,7 +118,7 @@ struct PairTile {
 };
 #endif
 
-// R rows times a group of keys, B pieces at a time: each sum waits for the step before.
+// R rows times a group of keys, B pieces at a time.
 template <class Source, int R, int B>
 ALWAYS_INLINE void score_pieces(const ScoreTask& t, const Source& keys, i64 piece, VF total[R][PARTS]) {
     using Steps = typename Source::Steps;
@@ -152,10 +152,10 @@ ALWAYS_INLINE void score_pieces(const ScoreTask& t, const Source& keys, i64 piec
 }
 template <class Source, int R>
 static void scores(const ScoreTask& t) {
-    constexpr int B = std::max(1, std::min(4, 8 / (R * PARTS)));
+    constexpr int B = std::max(1, std::min(4, Source::SUMS / (R * PARTS)));
     const Source keys(t.keys);
     VF total[R][PARTS] = {};
-    const i64 pieces = t.keys.s.size / t.keys.s.piece();
+    const i64 pieces = t.keys.s.pieces;
     i64 piece = 0;
     for (; piece + B <= pieces; piece += B) score_pieces<Source, R, B>(t, keys, piece, total);
     if (B > 1)
@@ -170,13 +170,14 @@ ALWAYS_INLINE void add_values(const ValueTask& t, const Source& values, i64 e) {
     using Steps = typename Source::Steps;
     constexpr int X = Steps::X_OF_PAIR;
     const i64 size = t.values.s.size, block = t.values.s.block;
+    const int shift = block == 16 ? 4 : 5;  // blocks have 16 or 32 values
     float* const o = t.o + e;
     const Ahead ahead{t.ahead.at, t.ahead.lines + e / (2 * W) * (TOKENS / 2), t.ahead.two};
     VF sums[R][2 * U];
-    const typename Steps::X* p[2 * U];  // of blocks, which are not smaller than 16
+    const typename Steps::X* p[2 * U];
     for (int u = 0; u < 2 * U; u++) {
         const i64 first = e + (W == 16 ? u : u / 2 * 2) * W;
-        p[u] = (const typename Steps::X*)t.p + (block ? first / block : 0) * (R * TOKENS / 2 * X);
+        p[u] = (const typename Steps::X*)t.p + (block ? first >> shift : 0) * (R * TOKENS / 2 * X);
         for (int r = 0; r < R; r++) sums[r][u] = load<VF>(o + r * size + u * W);
     }
 #pragma GCC unroll 1
@@ -197,9 +198,7 @@ ALWAYS_INLINE void add_values(const ValueTask& t, const Source& values, i64 e) {
 }
 template <class Source, int R>
 static void values(const ValueTask& t) {
-    constexpr int U = Source::IN_REGISTERS ? (R == 1 ? 2 : 1)
-                                           : std::max(1, std::min(4, (W == 16 ? 8 : 4) / R)),
-                  STEP = U * 2 * W;
+    constexpr int U = std::max(1, std::min(4, Source::SUMS / (2 * R))), STEP = U * 2 * W;
     const Source source(t.values);
     const i64 size = t.values.s.size;
     i64 e = 0;

@@ -119,10 +119,12 @@ static u16 float16_of(float v) {
 static inline void write_part(const AttentionCall& c, i64 place, const Partial& part, const float* sums) {
     c.sums[2 * place] = part.some ? part.most : -INFINITY;
     c.sums[2 * place + 1] = part.some ? part.sum : 0;
-    float* out = (float*)c.out + place * c.v.size;
-    for (i64 e = 0; e < c.v.size; e += W) {
-        const VF v = load<VF>(sums + e) * all(float(c.post)) + VF{};
-        store(out + e, !part.some ? VF{} : v == v ? v : all(NAN));
+    float* out = (float*)c.out + place * c.v.stored;
+    for (i64 e = 0; e < c.v.stored; e += W) {
+        const VF v = load<VF>(sums + e) * all(float(c.post)) + VF{}, kept = v == v ? v : all(NAN);
+        alignas(64) float value[W];
+        store(value, !part.some ? VF{} : kept);
+        memcpy(out + e, value, sizeof(float) * size_t(std::min<i64>(W, c.v.stored - e)));
     }
 }
 // Divides sums by the sum of weights, after a sink joined it, and writes the result of a row.
@@ -130,7 +132,7 @@ static inline void write_result(const AttentionCall& c, const QueryRow& row, con
                                 const float* sums) {
     const i64 place_of_row = (row.b * c.groups * c.heads + row.head) * c.queries + row.query;
     if (c.sums) return write_part(c, place_of_row, part, sums);
-    const i64 size = c.v.size, at = place_of_row * size;
+    const i64 size = c.v.stored, at = place_of_row * size;
     float scale = 1, total = part.sum;
     if (c.sinks && part.some) {
         const i64 place = row.b * c.sink_batch + row.head * c.sink_head + row.query * c.sink_query;
@@ -139,16 +141,23 @@ static inline void write_result(const AttentionCall& c, const QueryRow& row, con
         scale = exp2_of(part.most - most);
         total = fused_one(total, scale, sink == sink ? exp2_of(sink - most) : sink);
     }
-    for (i64 e = 0; e < size; e += W) {
-        VF v = load<VF>(sums + e) * all(scale) / all(total) * all(float(c.post)) + VF{};
-        v = !part.some ? VF{} : v == v ? v : all(NAN);
-        const VU b = (VU)bfloat16_rounded(v) >> 16;
-        for (int i = 0; i < W; i++) {
-            if (c.q_dtype == F32) ((float*)c.out)[at + e + i] = v[i];
-            if (c.q_dtype == BF16) ((u16*)c.out)[at + e + i] = u16(b[i]);
-            if (c.q_dtype == F16) ((u16*)c.out)[at + e + i] = float16_of(v[i]);
+    with_type(c.q_dtype, [&](auto type) {
+        using D = decltype(type);
+        auto* out = (typename D::T*)c.out + at;
+        alignas(64) float value[W];
+        alignas(64) u32 rounded[W];
+        for (i64 e = 0; e < size; e += W) {
+            VF v = load<VF>(sums + e) * all(scale) / all(total) * all(float(c.post)) + VF{};
+            v = !part.some ? VF{} : v == v ? v : all(NAN);
+            store(value, v), store(rounded, (VU)bfloat16_rounded(v) >> 16);
+            const int count = int(std::min<i64>(W, size - e));
+            for (int i = 0; i < count; i++) {
+                if (D::id == F32) out[e + i] = typename D::T(value[i]);
+                if (D::id == BF16) out[e + i] = typename D::T(rounded[i]);
+                if (D::id == F16) out[e + i] = float16_of(value[i]);
+            }
         }
-    }
+    });
 }
 
 }  // namespace QT_NAMESPACE

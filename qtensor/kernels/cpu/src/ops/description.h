@@ -3,6 +3,7 @@
 #pragma once
 #include <string_view>
 
+#include "../attention/calls.h"
 #include "torch_abi.h"
 
 namespace ops {
@@ -57,6 +58,15 @@ struct BackwardPlan {
     i64 dtype, weight_dtype, bias;
 };
 
+// How a cache stores rows (core/row_format.py). dtypes are TensorTypes; a group of `codes` takes `bytes`
+// entries.
+struct RowFormat {
+    const Description* quantizer;  // null for plain rows
+    i64 dtype, factor_dtype, codes, bytes;
+    i64 element, packed, block, factor_id;  // as StoredRows has them
+    double divisor;  // the value of the whole cache, divided by this, decodes; 0 if there is none
+};
+
 enum Layout { TN = 0, NN = 1, NT = 2 };
 // All that the choice of a product's kernel depends on. A plain operand has no quantizer.
 struct Problem {
@@ -73,6 +83,7 @@ const Description* quantizer_of(std::string_view text);
 const Twin* twin_of(const Description& d);
 const ForwardPlan* forward_plan_of(std::string_view text);
 const BackwardPlan* backward_plan_of(std::string_view text);
+const RowFormat* row_format_of(std::string_view text);
 i32 choose(const Problem& problem);
 bool in_backward();
 bool may_run_again();  // a checkpoint may compute the current call again, or is doing so
@@ -88,6 +99,13 @@ struct Kernels {
     void (*widen)(const void* x, i64 dtype, i64 n, float* y);
 };
 extern Kernels kernels;
+
+// The library of attention, or null if there is none.
+struct AttentionKernels {
+    int (*attention)(const AttentionCall*);
+    int (*append)(const AppendCall*);
+};
+const AttentionKernels* attention_kernels();
 
 // ---- sizes of buffers
 

@@ -121,7 +121,7 @@ bool quantize_rows(const Description& d, const Rows& x, const Addresses& to, con
     a.quantizer = &d.quantizer;
     a.x = x.data;
     a.dtype = x.dtype, a.rows = x.shape.rows(), a.cols = x.shape.cols(), a.stride = x.stride, a.threads = 1;
-    a.row = {(u8*)to.at[0], to.at[1], (float*)to.at[2], nullptr};
+    a.row = {(u8*)to.at[0], to.at[1], (float*)to.at[2], options.given};
     a.column = {(u8*)to.at[4], to.at[5], (float*)to.at[6], nullptr};
     a.scale_inv = to.scale_inv();
     a.scale = options.scale, a.amax_out = options.amax, a.seed = options.seed;

@@ -18,12 +18,13 @@ Kernels kernels;
 namespace {
 
 // Functions of native_ops.py. `describe` returns the address of what a text of a kind means, or null.
-enum Kind { QUANTIZER, TWIN, FORWARD, BACKWARD, KINDS };
+enum Kind { QUANTIZER, TWIN, FORWARD, BACKWARD, ROW_FORMAT, KINDS };
 struct Python {
     const void* (*describe)(i32 kind, const char* text);
     i32 (*choose)(const Problem* problem);
     i32 (*in_backward)();
     i32 (*may_run_again)();
+    const AttentionKernels* (*attention_kernels)();
 };
 Python python;
 std::atomic<bool> enabled{true};
@@ -57,6 +58,7 @@ struct ProblemHash {
 };
 constexpr size_t MOST_CHOICES = 4096;
 thread_local std::unordered_map<Problem, i32, ProblemHash> choices;
+thread_local const AttentionKernels* of_attention = nullptr;
 
 // What the Python kernel that this thread called last has raised.
 thread_local bool has_failed = false;
@@ -68,6 +70,7 @@ const Description* quantizer_of(std::string_view text) { return meaning<Descript
 const Twin* twin_of(const Description& d) { return meaning<Twin>(TWIN, d.text); }
 const ForwardPlan* forward_plan_of(std::string_view text) { return meaning<ForwardPlan>(FORWARD, text); }
 const BackwardPlan* backward_plan_of(std::string_view text) { return meaning<BackwardPlan>(BACKWARD, text); }
+const RowFormat* row_format_of(std::string_view text) { return meaning<RowFormat>(ROW_FORMAT, text); }
 
 i32 choose(const Problem& problem) {
     const auto entry = choices.find(problem);
@@ -78,6 +81,10 @@ i32 choose(const Problem& problem) {
 
 bool in_backward() { return python.in_backward(); }
 bool may_run_again() { return python.may_run_again(); }
+const AttentionKernels* attention_kernels() {
+    if (!of_attention) of_attention = python.attention_kernels();
+    return of_attention;
+}
 
 namespace {
 
@@ -136,7 +143,9 @@ APART const char* leave_to_python(const char* name, Value* stack) {
     F(delayed_begin_, "ttttttwwswnooow", PAIR, delayed_begin)       \
     F(record_amax_, "tlw", NOTHING, record_amax)                    \
     F(record_gradient_amax_, "ttlt", NOTHING, record_gradient_amax) \
-    F(advance_step_, "two", NOTHING, advance_step)
+    F(advance_step_, "two", NOTHING, advance_step)                  \
+    F(attention, "ttotosstwwwwooooooo", TENSOR, attention)          \
+    F(cache_append_, "tottooossoooo", NOTHING, cache_append)
 
 // The kernels as the dispatcher calls them. torch throws the error, from a frame without destructors.
 #define KERNEL(name, kinds, returns, function)                                            \

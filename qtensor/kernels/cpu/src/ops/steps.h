@@ -59,6 +59,7 @@ struct Rows {
 
 struct QuantizeOptions {
     const float* scale = nullptr;
+    const float* given = nullptr;  // the maximum to use for rowwise data
     float* amax = nullptr;
     i64 seed = 0;
     // Reads arguments of an op, null where there are none: scales (of which number `role` counts) and a seed.
@@ -86,5 +87,7 @@ bool delayed_begin(Arguments& call, Tensors& results);
 bool record_amax(Arguments& call, Tensors& results);
 bool record_gradient_amax(Arguments& call, Tensors& results);
 bool advance_step(Arguments& call, Tensors& results);
+bool attention(Arguments& call, Tensors& results);
+bool cache_append(Arguments& call, Tensors& results);
 
 }  // namespace ops

@@ -26,7 +26,8 @@ i32 cpu, strided;
 const char* const TYPE_FUNCTIONS[TYPES] = {"aoti_torch_dtype_float32",       "aoti_torch_dtype_bfloat16",
                                            "aoti_torch_dtype_float16",       "aoti_torch_dtype_uint8",
                                            "aoti_torch_dtype_float8_e4m3fn", "aoti_torch_dtype_float8_e5m2",
-                                           "torch_dtype_float8_e8m0fnu",     "aoti_torch_dtype_int64"};
+                                           "torch_dtype_float8_e8m0fnu",     "aoti_torch_dtype_int64",
+                                           "aoti_torch_dtype_int32",         "aoti_torch_dtype_bool"};
 
 bool call(Find find, void* library, const char* name, i32& number) {
     auto* function = (i32 (*)())find(library, name);
@@ -134,6 +135,12 @@ void Arguments::release() const {
         if (kind == 'l' || kind == 'n') delete_list((void*)value, kind == 'l');
         if (kind == 's') torch.torch_delete_string((void*)value);
     }
+}
+
+double Arguments::number(int i) const {
+    double value;
+    memcpy(&value, stack_ + i, sizeof value);
+    return value;
 }
 
 std::string_view Arguments::text(int i) const {

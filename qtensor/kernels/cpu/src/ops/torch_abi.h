@@ -44,6 +44,7 @@ using Boxed = void (*)(Value* stack, uint64_t arguments, uint64_t results);
     F(torch_string_c_str, Error, (void*, const char**))                                          \
     F(torch_delete_string, Error, (void*))                                                       \
     F(torch_get_num_threads, Error, (u32*))                                                      \
+    F(aoti_torch_grad_mode_is_enabled, bool, ())                                                 \
     F(aoti_torch_library_init_impl, Error, (const char*, const char*, const char*, u32, void**)) \
     F(torch_library_impl, Error, (void*, const char*, Boxed, uint64_t))                          \
     F(torch_call_dispatcher, Error, (const char*, const char*, Value*, uint64_t))                \
@@ -59,9 +60,21 @@ extern Torch torch;
 constexpr uint64_t ABI_VERSION = (2ull << 56) | (11ull << 48);  // of torch 2.11
 
 // The dtypes that the ops know. The first three are those of the kernels (structs.h).
-enum TensorType { FLOAT32, BFLOAT16, FLOAT16, UINT8, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT8_E8M0, INT64, TYPES };
+enum TensorType {
+    FLOAT32,
+    BFLOAT16,
+    FLOAT16,
+    UINT8,
+    FLOAT8_E4M3,
+    FLOAT8_E5M2,
+    FLOAT8_E8M0,
+    INT64,
+    INT32,
+    BOOL,
+    TYPES
+};
 constexpr i64 OTHER_TYPE = -1;
-constexpr i64 BYTES[TYPES] = {4, 2, 2, 1, 1, 1, 1, 8};
+constexpr i64 BYTES[TYPES] = {4, 2, 2, 1, 1, 1, 1, 8, 4, 1};
 inline bool is_float(i64 dtype) { return dtype >= FLOAT32 && dtype <= FLOAT16; }
 i64 type_of(i32 code);  // TensorType of a dtype of torch, or OTHER_TYPE
 
@@ -111,7 +124,8 @@ struct Tensor {
 };
 
 // The arguments of a call, which its kernel owns. `kinds` has a letter for each: t tensor, o optional tensor,
-// l list of tensors, p optional list of tensors, s string, n list of numbers, w one word (int, bool, dtype).
+// l list of tensors, p optional list of tensors, s string, n list of numbers, w one word (int, bool, float,
+// dtype).
 class Arguments {
     Value* const stack_;
     const char* const kinds_;
@@ -124,6 +138,7 @@ public:
 
     i64 word(int i) const { return i64(stack_[i]); }
     bool flag(int i) const { return (stack_[i] & 0xff) != 0; }
+    double number(int i) const;
     i64 dtype(int i) const { return type_of(i32(stack_[i])); }
     bool has(int i) const { return stack_[i] != 0; }  // an optional argument
     Handle handle(int i) const { return (Handle)(kinds_[i] == 'o' ? *(Value*)stack_[i] : stack_[i]); }
