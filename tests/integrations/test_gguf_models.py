@@ -9,6 +9,7 @@ from checkpoint_cases import assert_same_bytes, assert_same_values
 from gguf_models import (
     ARCHITECTURES,
     FAMILIES,
+    IDS,
     STACKED,
     load,
     logits,
@@ -163,6 +164,25 @@ def test_quantized_weights_keep_codes_and_factors(name, fmt, rounding, tmp_path)
         gate, up = (both[:, ::2], both[:, 1::2]) if name == "gpt-oss" else both.chunk(2, 1)
         assert torch.equal(theirs["blk.1.ffn_gate_exps.weight"], gate)
         assert torch.equal(theirs["blk.1.ffn_up_exps.weight"], up)
+
+
+@pytest.mark.parametrize("rounding", ["mse", "gptq"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_experts_that_quantize_chose_factors_for(name, rounding, tmp_path):
+    """A stack with a factor for each expert; gate and up share one before they are parted."""
+    made = model(name, torch.float32)
+    batches = [IDS] if rounding == "gptq" else None
+    qtensor.quantize_(
+        made, "nvfp4", lambda _, key: "experts" in key, rounding=rounding, calibration=batches
+    )
+    both = values(made.model.layers[1].mlp.experts.gate_up_proj.detach())
+    save_gguf(made, tmp_path / "x.gguf")
+    theirs = decoded(tmp_path / "x.gguf")
+    gate, up = both.chunk(2, 1)
+    assert torch.equal(theirs["blk.1.ffn_gate_exps.weight"], gate)
+    assert torch.equal(theirs["blk.1.ffn_up_exps.weight"], up)
+    again = load_back(tmp_path / "x.gguf", tmp_path / "back")
+    torch.testing.assert_close(logits(again), logits(made), rtol=1e-5, atol=1e-5)
 
 
 TRANSFORMERS_READS = ["llama", "qwen2", "qwen3", "gemma2"]
