@@ -152,9 +152,10 @@ def add_product(part, STEP: tl.constexpr, queries, at, exists, k, columns, e0):
     form: tl.constexpr = k.form.value
     NIBBLE: tl.constexpr = STEP // 8 * 8 + STEP % 8 // 2 + 4 - STEP % 2 * 4
     INDEX: tl.constexpr = NIBBLE if form.pack == 2 else STEP ^ 1
+    e = e0 + INDEX
     # Int64, as all offsets are: the loop counts in int32.
-    e = tl.full([], INDEX, tl.int64) + e0
-    q = tl.load(queries.q + at + e * queries.element, mask=exists & (e < k.size), other=0)
+    at = at + tl.full([], 1, tl.int64) * queries.element * e
+    q = tl.load(queries.q + at, mask=exists & (e < k.size), other=0)
     one = at_least(to_float32(q), form.least)[:, None]
     return tl.fma(one, tl.reshape(columns[INDEX], (1, CHUNK)), part)
 
