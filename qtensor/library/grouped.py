@@ -218,6 +218,46 @@ Matrices of groups without rows are not read.
 """
 
 
+# ---- F.scaled_grouped_mm, whose module is imported by the first call
+
+
+class ScaledGroupedArgs(NamedTuple):
+    """Arguments of the op ``scaled_grouped_gemm``.
+
+    Attributes:
+        operands: a (rows, K) or (groups, rows, K), b likewise; rowwise data alone. The first buffer
+            holds codes, the others the factors of all groups.
+        offs: int32 (groups,), where each group of a matrix ends; None for two stacks. Two matrices
+            have groups along K, a matrix beside a stack along its rows.
+        dtype: of the result.
+    """
+
+    operands: Pair
+    offs: Tensor | None
+    dtype: torch.dtype
+
+
+def _scaled_alloc(args: ScaledGroupedArgs) -> Tensor:
+    from qtensor.library import scaled_grouped  # noqa: PLC0415
+
+    return scaled_grouped.allocate(args)
+
+
+def _scaled_fill(out: Tensor, args: ScaledGroupedArgs) -> None:
+    from qtensor.library import scaled_grouped  # noqa: PLC0415
+
+    scaled_grouped.fill(out, args)
+
+
+SCALED_GROUPED_GEMM = leaf_op(
+    "scaled_grouped_gemm", ScaledGroupedArgs, "Tensor", _scaled_alloc, _scaled_fill
+)
+"""The product of each group, in the shapes of ``torch.nn.functional.scaled_grouped_mm``.
+
+A group has the bytes of ``gemm`` in layout TN. Rows behind the last group are zeros.
+"""
+
+
 # ---- gradients of the weights
 
 

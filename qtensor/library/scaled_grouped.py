@@ -1,4 +1,4 @@
-"""Define the op ``scaled_grouped_gemm``: ``torch.nn.functional.scaled_grouped_mm`` on any device.
+"""Compute the op ``scaled_grouped_gemm``: ``F.scaled_grouped_mm`` on any device.
 
 An operand holds its codes and the factors of all groups as torch takes them: the factors of each
 group, padded on their own, lie one behind the other.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,26 +20,13 @@ from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse
 from qtensor.kernels.products.problem import Pair
 from qtensor.kernels.products.scaled_recipes import CODES, GROUPED, RECIPES, swizzle_of
-from qtensor.library.define import FILLS, below_autograd, empty, leaf_op
+from qtensor.library.define import FILLS, below_autograd, empty
 from qtensor.library.gemm import GemmArgs
 
+if TYPE_CHECKING:
+    from qtensor.library.grouped import ScaledGroupedArgs
+
 _OP = "scaled_grouped_gemm"
-
-
-class ScaledGroupedArgs(NamedTuple):
-    """Arguments of the op ``scaled_grouped_gemm``.
-
-    Attributes:
-        operands: a (rows, K) or (groups, rows, K), b likewise; rowwise data alone. The first buffer
-            holds codes, the others the factors of all groups.
-        offs: int32 (groups,), where each group of a matrix ends; None for two stacks. Two matrices
-            have groups along K, a matrix beside a stack along its rows.
-        dtype: of the result.
-    """
-
-    operands: Pair
-    offs: Tensor | None
-    dtype: torch.dtype
 
 
 def _check_operand(operand: Operand) -> None:
@@ -65,7 +52,12 @@ def _check_operand(operand: Operand) -> None:
     check(size == wanted, _OP, f"codes must have shape {wanted}", size, "Fix the shape")
 
 
-def _alloc(args: ScaledGroupedArgs) -> Tensor:
+def allocate(args: ScaledGroupedArgs) -> Tensor:
+    """Return the result of a call, unwritten, after checking its shapes.
+
+    Raises:
+        QTensorError: operands or groups do not fit each other.
+    """
     (a, b), offs = args.operands, args.offs
     ranks = len(a.shape), len(b.shape)
     rule = "operands must be matrices or stacks of them, with int32 offs (groups,) for a matrix"
@@ -88,7 +80,8 @@ def _alloc(args: ScaledGroupedArgs) -> Tensor:
     return empty(a.buffers[0], shape, args.dtype)
 
 
-def _fill(out: Tensor, args: ScaledGroupedArgs) -> None:
+def fill(out: Tensor, args: ScaledGroupedArgs) -> None:
+    """Write the product of each group, and zeros behind the last one."""
     a, b = args.operands
     with below_autograd():
         if out.is_cuda:
@@ -184,10 +177,3 @@ def _by_torch(args: ScaledGroupedArgs) -> Tensor:
         offs=args.offs,
         output_dtype=args.dtype,
     )
-
-
-SCALED_GROUPED_GEMM = leaf_op(_OP, ScaledGroupedArgs, "Tensor", _alloc, _fill)
-"""The product of each group, in the shapes of ``torch.nn.functional.scaled_grouped_mm``.
-
-A group has the bytes of ``gemm`` in layout TN. Rows behind the last group are zeros.
-"""

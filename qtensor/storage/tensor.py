@@ -29,7 +29,7 @@ from qtensor.storage.ops import assignment, whole_products
 from qtensor.storage.ops.dispatch import dispatch
 from qtensor.storage.ops.indexing import is_element, read_element
 from qtensor.storage.ops.lazy_view import MissingBuffer, layout_of
-from qtensor.storage.ops.scaled_arguments import ScaledArguments
+from qtensor.storage.ops.products import ScaledArguments
 from qtensor.storage.ops.table import FILLED_LATE, Args, Kwargs, Op
 from qtensor.storage.ops.write import plain
 from qtensor.storage.origin import FRESH, Origin

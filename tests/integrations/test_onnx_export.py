@@ -125,6 +125,7 @@ def test_onnxruntime_gives_the_values() -> None:
         assert_bits(got, q.dequantize())
 
 
+@pytest.mark.nightly(reason="exports models; others here compare the bits of every format")
 def test_blocks_that_end_inside_a_weight() -> None:
     x = rand(200, 300)
     for option in ({"block_scaling_dim": 2}, {}):
@@ -132,6 +133,7 @@ def test_blocks_that_end_inside_a_weight() -> None:
         assert_bits(in_onnxruntime(written(q), q.shape)[0], q.dequantize())
 
 
+@pytest.mark.nightly(reason="exports models; others here compare the bits of every format")
 def test_two_dequantize_nodes_round_twice() -> None:
     q = quantized("nvfp4")
     proto = written(q, exact=False)
@@ -146,6 +148,7 @@ def test_two_dequantize_nodes_round_twice() -> None:
     assert (np.abs(got - want) <= 2.0**-23 * np.abs(want)).all()
 
 
+@pytest.mark.nightly(reason="exports models; others here compare the bits of every format")
 def test_special_codes() -> None:
     """NaN of a block, the smallest factor of MX, and codes of both signs of zero."""
     x = torch.zeros(2, 96)
@@ -158,6 +161,7 @@ def test_special_codes() -> None:
         assert np.array_equal(np.nan_to_num(got), np.nan_to_num(want + 0))
 
 
+@pytest.mark.nightly(reason="exports models; others here compare the bits of every format")
 def test_stacks_and_shared_weights() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -21,7 +21,6 @@ from qtensor.storage.ops import (  # noqa: F401
     indexing,
     padding,
     products,
-    scaled_mm,
     views,
 )
 from qtensor.storage.ops.decoded import DEQUANTIZE_OPS, IN_PLACE_OPS, dequantized

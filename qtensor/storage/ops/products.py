@@ -31,6 +31,7 @@ from qtensor.storage.rebuild import FLOATING
 
 if TYPE_CHECKING:
     from qtensor.kernels.products.choice import Explanation
+    from qtensor.storage.tensor import QuantizedTensor
 
 
 def gemm(
@@ -324,3 +325,86 @@ def _embedding(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     columns = weight.shape[1]
     rows = DEQUANTIZE(buffers, rowwise, (index.numel(), columns), weight.dtype)
     return rows.reshape(*index.shape, columns)
+
+
+# ---- F.scaled_mm, of which the modules are imported by the first call
+
+
+class ScaledArguments:
+    """Gives quantized tensors the methods that return arguments of ``scaled_mm``."""
+
+    __slots__ = ()
+
+    def scaled_mm_args(self, side: str = "a", *, codes: bool = False) -> dict[str, Any]:
+        """Return the arguments of ``torch.nn.functional.scaled_mm`` for this matrix.
+
+        ``F.scaled_mm(**x.scaled_mm_args("a"), **w.scaled_mm_args("b"))`` is ``x @ w.T``, on a GPU
+        and on a CPU.
+
+        Args:
+            side: "a" or "b". The matrix is (M, K) as ``a`` and (N, K) as ``b``; its rowwise data
+                are read, so that a transposed tensor gives its columnwise data.
+            codes: return plain codes in a dtype of torch as ``mat_a`` or ``mat_b``, for code that
+                must not see a quantized tensor.
+
+        Returns:
+            ``mat_a``, ``scale_a``, ``scale_recipe_a`` and ``swizzle_a``, or the same for b.
+            ``mat_b`` is (K, N). Factors are views where the format stores them as torch reads them;
+            factors of MX and NVFP4 are copied unless the quantizer has ``swizzled=True``.
+
+        Raises:
+            UnsupportedError: torch has no recipe for the format or its options.
+            QTensorError: the tensor is not a matrix, or is a slice that lacks padding.
+        """
+        from qtensor.storage.ops import scaled_arguments  # noqa: PLC0415
+
+        return scaled_arguments.scaled_mm_args(cast("QuantizedTensor", self), side, codes)
+
+    def scaled_grouped_mm_args(
+        self,
+        side: str = "a",
+        *,
+        offs: Tensor | None = None,
+        along_k: bool = False,
+        codes: bool = False,
+    ) -> dict[str, Any]:
+        """Return the arguments of ``torch.nn.functional.scaled_grouped_mm`` for this tensor.
+
+        ``F.scaled_grouped_mm(**x.scaled_grouped_mm_args("a", offs=offs),
+        **w.scaled_grouped_mm_args("b"), offs=offs)`` multiplies each group of rows of x (M, K) by
+        the transpose of its own matrix of the stack w (groups, N, K).
+
+        Args:
+            side: "a" or "b"; the tensor is (..., rows, K) on both sides.
+            offs: int32 (groups,): where each group of a matrix ends; None for a stack. It is read
+                on its device.
+            along_k: the groups of a matrix lie along K, as in gradients of weights. Each must have
+                a multiple of the block size.
+            codes: as for ``scaled_mm_args``.
+
+        Returns:
+            As ``scaled_mm_args``. The factors of each group are padded on their own, and copied.
+
+        Raises:
+            UnsupportedError: torch has no recipe for the format or its options.
+            QTensorError: the tensor is neither a matrix with ``offs`` nor a stack without.
+        """
+        from qtensor.storage.ops import scaled_arguments  # noqa: PLC0415
+
+        return scaled_arguments.scaled_grouped_mm_args(
+            cast("QuantizedTensor", self), side, offs, along_k, codes
+        )
+
+
+@implements(COMPUTE, "_scaled_mm_v2")
+def _scaled_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    from qtensor.storage.ops import scaled_mm  # noqa: PLC0415
+
+    return scaled_mm.scaled_mm(func, args, kwargs)
+
+
+@implements(COMPUTE, "_scaled_grouped_mm_v2")
+def _scaled_grouped_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    from qtensor.storage.ops import scaled_mm  # noqa: PLC0415
+
+    return scaled_mm.scaled_grouped_mm(func, args, kwargs)

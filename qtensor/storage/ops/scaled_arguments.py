@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,99 +23,52 @@ from qtensor.kernels.products.scaled_recipes import (
 from qtensor.reference.blocks import swizzle, unswizzle
 from qtensor.storage.ops.scaled_operands import scaled_side
 
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
-class ScaledArguments:
-    """Gives quantized tensors the methods that return arguments of ``scaled_mm``."""
 
-    __slots__ = ()
+def scaled_mm_args(t: QuantizedTensor, side: str, codes: bool) -> dict[str, Any]:
+    """Return what ``QuantizedTensor.scaled_mm_args`` returns."""
+    rule, fix = 'side must be "a" or "b"', "Pass one of them"
+    check(side in ("a", "b"), "scaled_mm_args", rule, repr(side), fix)
+    name = f"scaled_mm_args[{t._quantizer.format}]"
+    fix = "Reshape it, or use scaled_grouped_mm_args for a stack"
+    check(t.ndim == 2, name, "the tensor must be a matrix", tuple(t.shape), fix)
+    read, buffers = scaled_side("scaled_mm_args", t), t.buffers()
+    check_whole(name, read, buffers)
+    given = read(buffers)
+    given = given.as_b() if side == "b" else given
+    mat = given.mat if codes else t.t() if side == "b" else t
+    return {
+        f"mat_{side}": mat,
+        f"scale_{side}": given.scale,
+        f"scale_recipe_{side}": list(given.recipe),
+        f"swizzle_{side}": list(given.swizzle),
+    }
 
-    def scaled_mm_args(self, side: str = "a", *, codes: bool = False) -> dict[str, Any]:
-        """Return the arguments of ``torch.nn.functional.scaled_mm`` for this matrix.
 
-        ``F.scaled_mm(**x.scaled_mm_args("a"), **w.scaled_mm_args("b"))`` is ``x @ w.T``, on a GPU
-        and on a CPU.
-
-        Args:
-            side: "a" or "b". The matrix is (M, K) as ``a`` and (N, K) as ``b``; its rowwise data
-                are read, so that a transposed tensor gives its columnwise data.
-            codes: return plain codes in a dtype of torch as ``mat_a`` or ``mat_b``, for code that
-                must not see a quantized tensor.
-
-        Returns:
-            ``mat_a``, ``scale_a``, ``scale_recipe_a`` and ``swizzle_a``, or the same for b.
-            ``mat_b`` is (K, N). Factors are views where the format stores them as torch reads them;
-            factors of MX and NVFP4 are copied unless the quantizer has ``swizzled=True``.
-
-        Raises:
-            UnsupportedError: torch has no recipe for the format or its options.
-            QTensorError: the tensor is not a matrix, or is a slice that lacks padding.
-        """
-        t: Any = self
-        rule, fix = 'side must be "a" or "b"', "Pass one of them"
-        check(side in ("a", "b"), "scaled_mm_args", rule, repr(side), fix)
-        name = f"scaled_mm_args[{t._quantizer.format}]"
-        fix = "Reshape it, or use scaled_grouped_mm_args for a stack"
-        check(t.ndim == 2, name, "the tensor must be a matrix", tuple(t.shape), fix)
-        read, buffers = scaled_side("scaled_mm_args", t), t.buffers()
-        check_whole(name, read, buffers)
-        given = read(buffers)
-        given = given.as_b() if side == "b" else given
-        mat = given.mat if codes else t.t() if side == "b" else t
-        return {
-            f"mat_{side}": mat,
-            f"scale_{side}": given.scale,
-            f"scale_recipe_{side}": list(given.recipe),
-            f"swizzle_{side}": list(given.swizzle),
-        }
-
-    def scaled_grouped_mm_args(
-        self,
-        side: str = "a",
-        *,
-        offs: Tensor | None = None,
-        along_k: bool = False,
-        codes: bool = False,
-    ) -> dict[str, Any]:
-        """Return the arguments of ``torch.nn.functional.scaled_grouped_mm`` for this tensor.
-
-        ``F.scaled_grouped_mm(**x.scaled_grouped_mm_args("a", offs=offs),
-        **w.scaled_grouped_mm_args("b"), offs=offs)`` multiplies each group of rows of x (M, K) by
-        the transpose of its own matrix of the stack w (groups, N, K).
-
-        Args:
-            side: "a" or "b"; the tensor is (..., rows, K) on both sides.
-            offs: int32 (groups,): where each group of a matrix ends; None for a stack. It is read
-                on its device.
-            along_k: the groups of a matrix lie along K, as in gradients of weights. Each must have
-                a multiple of the block size.
-            codes: as for ``scaled_mm_args``.
-
-        Returns:
-            As ``scaled_mm_args``. The factors of each group are padded on their own, and copied.
-
-        Raises:
-            UnsupportedError: torch has no recipe for the format or its options.
-            QTensorError: the tensor is neither a matrix with ``offs`` nor a stack without.
-        """
-        t: Any = self
-        name = f"scaled_grouped_mm_args[{t._quantizer.format}]"
-        rule, fix = 'side must be "a" or "b"', "Pass one of them"
-        check(side in ("a", "b"), name, rule, repr(side), fix)
-        rule = "the tensor must be a matrix with offs, or a stack without"
-        fits = t.ndim == (3 if offs is None else 2) and not (along_k and offs is None)
-        got = f"{tuple(t.shape)}, offs {'given' if offs is not None else None}"
-        check(fits, name, rule, got, "Reshape it, or pass offs")
-        read, buffers = scaled_side("scaled_grouped_mm_args", t), t.buffers()
-        check_whole(name, read, buffers)
-        given = grouped(read, buffers, offs, along_k)
-        plain = given.mat.view(*t.shape[:-1], -1)
-        mat = plain if codes else t
-        return {
-            f"mat_{side}": mat.mT if side == "b" else mat,
-            f"scale_{side}": given.scale,
-            f"scale_recipe_{side}": list(given.recipe),
-            f"swizzle_{side}": list(given.swizzle),
-        }
+def scaled_grouped_mm_args(
+    t: QuantizedTensor, side: str, offs: Tensor | None, along_k: bool, codes: bool
+) -> dict[str, Any]:
+    """Return what ``QuantizedTensor.scaled_grouped_mm_args`` returns."""
+    name = f"scaled_grouped_mm_args[{t._quantizer.format}]"
+    rule, fix = 'side must be "a" or "b"', "Pass one of them"
+    check(side in ("a", "b"), name, rule, repr(side), fix)
+    rule = "the tensor must be a matrix with offs, or a stack without"
+    fits = t.ndim == (3 if offs is None else 2) and not (along_k and offs is None)
+    got = f"{tuple(t.shape)}, offs {'given' if offs is not None else None}"
+    check(fits, name, rule, got, "Reshape it, or pass offs")
+    read, buffers = scaled_side("scaled_grouped_mm_args", t), t.buffers()
+    check_whole(name, read, buffers)
+    given = grouped(read, buffers, offs, along_k)
+    plain = given.mat.view(*t.shape[:-1], -1)
+    mat = plain if codes else t
+    return {
+        f"mat_{side}": mat.mT if side == "b" else mat,
+        f"scale_{side}": given.scale,
+        f"scale_recipe_{side}": list(given.recipe),
+        f"swizzle_{side}": list(given.swizzle),
+    }
 
 
 def check_whole(op: str, read: ScaledReading, buffers: list[Tensor]) -> None:

@@ -17,7 +17,7 @@ from qtensor.core.errors import DtypeError, check, fail
 from qtensor.kernels.products import scaled_recipes as recipes
 from qtensor.kernels.products.scaled_recipes import Recipe
 from qtensor.library.gemm import GEMM
-from qtensor.library.scaled_grouped import SCALED_GROUPED_GEMM
+from qtensor.library.grouped import SCALED_GROUPED_GEMM
 from qtensor.storage.base import is_quantized
 from qtensor.storage.ops.scaled_operands import (
     Side,
@@ -27,7 +27,7 @@ from qtensor.storage.ops.scaled_operands import (
     scaled_operand,
     side_of,
 )
-from qtensor.storage.ops.table import COMPUTE, Args, Kwargs, Op, implements
+from qtensor.storage.ops.table import Args, Kwargs, Op
 
 _OP = "scaled_mm"
 
@@ -88,8 +88,7 @@ def _sides(op: str, call: _Call, wanted: tuple[Recipe, Recipe]) -> tuple[Side, S
     return a, b
 
 
-@implements(COMPUTE, "_scaled_mm_v2")
-def _scaled_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+def scaled_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``F.scaled_mm`` of quantized tensors.
 
     What no CUDA kernel of torch computes is refused, so that a test on a CPU finds it.
@@ -126,8 +125,7 @@ def _check_output(call: _Call, b: Side) -> None:
 _GROUPED = "scaled_grouped_mm"
 
 
-@implements(COMPUTE, "_scaled_grouped_mm_v2")
-def _scaled_grouped_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+def scaled_grouped_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``F.scaled_grouped_mm`` of quantized tensors."""
     call = _call_of(func, args, kwargs)
     ranks = call.mat_a.ndim, call.mat_b.ndim
