@@ -12,7 +12,7 @@ from qtensor.core.buffer_shapes import Shape
 from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.attention import attention_, cache_append_
+from qtensor.kernels.cpu.attention import attention_, cache_append_, join_
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
 from qtensor.kernels.triton.calls import amax_ as triton_amax_
 from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
@@ -79,6 +79,7 @@ FLOATS: dict[str, dict[str, Callable[..., bool]]] = {
         **CPU_FLOATS,
         "attention": attention_,
         "attention_part": attention_,
+        "join_attention": join_,
         "cache_append": cache_append_,
     },
     "cuda": TRITON_FLOATS,

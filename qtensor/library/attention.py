@@ -350,6 +350,8 @@ def _join_alloc(args: JoinArgs) -> Tensor:
 
 
 def _join_fill(out: Tensor, args: JoinArgs) -> None:
+    if not out.numel() or table.floats_("join_attention", out.device.type, out, args):
+        return
     with below_autograd(), denormals_kept():
         parts = ((args.values, args.sums), (args.more_values, args.more_sums))
         write_(out, reference.join(parts, _sinks_of_queries(args.sinks, out)))

@@ -32,6 +32,7 @@ def way(request: pytest.FixtureRequest) -> tuple[Any, int]:
     isa, _, dots = request.param.partition(" ")
     handle = ctypes.CDLL(str(build(sources.attention_build_spec(isa))))
     handle.qt_attention.argtypes = handle.qt_cache_append.argtypes = (ctypes.c_void_p,)
+    handle.qt_join.argtypes = (ctypes.c_void_p,) * 5
     return handle, int(bool(dots))
 
 
@@ -40,7 +41,7 @@ def _serves(way: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     calls = []
 
     class Counting:
-        qt_cache_append = way[0].qt_cache_append
+        qt_cache_append, qt_join = way[0].qt_cache_append, way[0].qt_join
 
         def qt_attention(self, call: object) -> int:
             calls.append(call)

@@ -108,6 +108,7 @@ made = qtensor.build.cache.build
 qtensor.build.cache.build = lambda spec: sys.argv[1] if "attention" in spec.name else made(spec)
 kernels = ctypes.CDLL(sys.argv[1])
 kernels.qt_attention.argtypes = kernels.qt_cache_append.argtypes = (ctypes.c_void_p,)
+kernels.qt_join.argtypes = (ctypes.c_void_p,) * 5
 attention.library = lambda: kernels
 sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", "-k", sys.argv[2], *sys.argv[3:]]))
 """

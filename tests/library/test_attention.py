@@ -40,7 +40,7 @@ SETTINGS = {
 def served(request, monkeypatch):
     """By which kernels the op is computed."""
     if request.param == "reference":
-        for name in ("attention", "attention_part"):
+        for name in ("attention", "attention_part", "join_attention"):
             monkeypatch.delitem(FLOATS["cpu"], name)
 
 

@@ -107,6 +107,7 @@ def library() -> Any:
         )
         return None
     handle.qt_attention.argtypes = handle.qt_cache_append.argtypes = (ctypes.c_void_p,)
+    handle.qt_join.argtypes = (ctypes.c_void_p,) * 5
     return handle
 
 
@@ -188,11 +189,7 @@ def attention_(out: Tensor, args: Any, sums: Tensor | None = None) -> bool:
     if mask is not None:
         mask_dtype = _DTYPES[mask.dtype]
         mask_strides = mask.expand(batch, heads, queries, -1).stride()
-    sink_strides: tuple[int, ...] = (0, 0, 0)
-    if sinks is not None:
-        sinks = sinks.float()
-        every = sinks[:, None] if sinks.ndim == 1 else sinks
-        sink_strides = every.expand(batch, heads, queries).stride()
+    sinks, sink_strides = _sinks(sinks, q)
     factor = _LOG2_E * args.scale
     factor = 2.0 * factor / args.soft_cap if args.soft_cap else factor
     page = 0 if table is None else args.k.shape[2]
@@ -214,6 +211,48 @@ def attention_(out: Tensor, args: Any, sums: Tensor | None = None) -> bool:
         _wide(args.v_global, v_form),
     )
     return bool(handle.qt_attention(ctypes.byref(call)) == 0)
+
+
+def _sinks(sinks: Tensor | None, q: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Return float32 sinks, and their strides in (B, Hq, M)."""
+    if sinks is None:
+        return None, (0, 0, 0)
+    sinks = sinks.float()
+    every = sinks[:, None] if sinks.ndim == 1 else sinks
+    return sinks, every.expand(q.shape[:3]).stride()
+
+
+def join_(out: Tensor, args: Any) -> bool:
+    """Write the attention over two parts.
+
+    Args:
+        out: (B, Hq, M, E), contiguous.
+        args: the arguments of the op `join_attention`, whose shapes and dtypes are checked.
+
+    Returns:
+        False with nothing written if no kernel serves the call.
+    """
+    batch, heads, queries, size = out.shape
+    parts = (args.values, args.sums, args.more_values, args.more_sums)
+    handle = library() if _serves(*parts, args.sinks) and not size % _SIZE_UNIT else None
+    if handle is None:
+        return False
+    sinks, strides = _sinks(args.sinks, out)
+    call = AttentionCall(
+        out=out.data_ptr(),
+        q_dtype=_DTYPES[out.dtype],
+        batch=batch,
+        heads=heads,
+        groups=1,
+        queries=queries,
+        v=StoredRows(size=size),
+        sinks=_address(sinks),
+        post=1.0,
+    )
+    call.sink_batch, call.sink_head, call.sink_query = strides
+    parts = tuple(t.contiguous() for t in parts)
+    addresses = [t.data_ptr() for t in parts]
+    return bool(handle.qt_join(ctypes.byref(call), *addresses) == 0)
 
 
 def cache_append_(

@@ -345,4 +345,27 @@ int qt_attention(const AttentionCall* call) {
         return 2;
     }
 }
+
+// Joins two parts of an attention, each float32 values (batch, heads, queries, size) and their sums. Of
+// `call`, what the result and the sinks need is set; heads are those of the queries.
+int qt_join(const AttentionCall* call, const float* values, const float* sums, const float* more,
+            const float* more_sums) {
+    const KeepDenormals scope;
+    const AttentionCall& c = *call;
+    const i64 size = c.v.size;
+    const auto part = [](const float* s) { return Partial{s[0], s[1], s[1] != 0}; };
+    try {
+        const Array<float> row(size);
+        for (i64 i = 0; i < c.batch * c.heads * c.queries; i++) {
+            Partial done = part(sums + 2 * i);
+            memcpy(row, values + i * size, sizeof(float) * size_t(size));
+            merge(done, row, part(more_sums + 2 * i), more + i * size, size);
+            const i64 head = i / c.queries;
+            write_result(c, {head / c.heads, head % c.heads, i % c.queries, {}}, done, row);
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
 }
