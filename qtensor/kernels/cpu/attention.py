@@ -234,7 +234,7 @@ def join_(out: Tensor, args: Any) -> bool:
     """
     batch, heads, queries, size = out.shape
     parts = (args.values, args.sums, args.more_values, args.more_sums)
-    handle = library() if _serves(*parts, args.sinks) and not size % _SIZE_UNIT else None
+    handle = library() if _serves(*parts, args.sinks) else None
     if handle is None:
         return False
     sinks, strides = _sinks(args.sinks, out)
@@ -245,7 +245,7 @@ def join_(out: Tensor, args: Any) -> bool:
         heads=heads,
         groups=1,
         queries=queries,
-        v=StoredRows(size=size),
+        v=StoredRows(stored=size),
         sinks=_address(sinks),
         post=1.0,
     )

@@ -352,14 +352,16 @@ int qt_join(const AttentionCall* call, const float* values, const float* sums, c
             const float* more_sums) {
     const KeepDenormals scope;
     const AttentionCall& c = *call;
-    const i64 size = c.v.size;
+    const i64 size = c.v.stored, padded = (size + TOKENS - 1) / TOKENS * TOKENS;
     const auto part = [](const float* s) { return Partial{s[0], s[1], s[1] != 0}; };
     try {
-        const Array<float> row(size);
+        const Array<float> row(padded), next(padded);
+        std::fill_n((float*)row, padded, 0.0f), std::fill_n((float*)next, padded, 0.0f);
         for (i64 i = 0; i < c.batch * c.heads * c.queries; i++) {
             Partial done = part(sums + 2 * i);
             memcpy(row, values + i * size, sizeof(float) * size_t(size));
-            merge(done, row, part(more_sums + 2 * i), more + i * size, size);
+            memcpy(next, more + i * size, sizeof(float) * size_t(size));
+            merge(done, row, part(more_sums + 2 * i), next, padded);
             const i64 head = i / c.queries;
             write_result(c, {head / c.heads, head % c.heads, i % c.queries, {}}, done, row);
         }
