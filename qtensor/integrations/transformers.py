@@ -290,6 +290,13 @@ def attach(model: PreTrainedModel) -> None:
     quantizer.postprocess_model(model)
 
 
+def adopt(model: PreTrainedModel) -> None:
+    """Do what ``attach`` does, but for a model that another library has quantized in part."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None or isinstance(quantizer, QTensorQuantizer):
+        attach(model)
+
+
 def _assemble_stored(
     model: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:

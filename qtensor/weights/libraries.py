@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
@@ -9,18 +10,21 @@ from collections.abc import Iterator
 from torch import nn
 
 _CLASSES = {("transformers", "PreTrainedModel"): "qtensor.integrations.transformers"}
-"""Library and class of its models -> module with the function ``attach``.
+"""Library and class of its models -> module with the function ``adopt``.
 
 The module is imported for such a model alone, so that qtensor does not need the library."""
 
 
 def tell_libraries(model: nn.Module) -> None:
-    """Let each model of a library, ``model`` or a part of it, be saved by its own method."""
+    """Let each model of a library, ``model`` or a part of it, be saved by its own method.
+
+    With a release of the library that qtensor does not support, saving raises an error.
+    """
     for (library, kind), name in _CLASSES.items():
         found = getattr(sys.modules.get(library), kind, None)
-        if found is not None:
-            for part in _outermost(model, found):
-                importlib.import_module(name).attach(part)
+        for part in _outermost(model, found) if found is not None else ():
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name).adopt(part)
 
 
 def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:

@@ -164,9 +164,11 @@ def test_parameters_that_were_replaced_by_hand(tmp_path):
     assert torch.equal(logits(load(tmp_path / "saved")), logits(model))
     assert not hasattr(other.config, "quantization_config")  # the config was shared
     assert model.model.config is model.config
-    model.hf_quantizer = object()
+    model.hf_quantizer = another = object()
     with pytest.raises(qtensor.UnsupportedError, match="weights of one library"):
         attach(model)
+    qtensor.quantize_(model, {"lm_head": "mxfp8"})  # what the other library left plain
+    assert model.hf_quantizer is another
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
