@@ -82,14 +82,12 @@ class Unit:
         name: unique in its `BuildSpec`; names the object file.
         include: folders for `-I` whose paths are not part of the key, such as those of an installed
             package. Their version belongs into `flags`, or their files into the spec's `headers`.
-        system_include: such folders for `-isystem`: the compiler does not warn about their headers.
     """
 
     source: Path
     flags: tuple[str, ...]
     name: str
     include: tuple[Path, ...] = ()
-    system_include: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -428,7 +426,6 @@ def _compile(op: str, spec: BuildSpec, compiler: Compiler, library: Path, jobs: 
         objects.append(work / f"{unit.name}.o")
         source = str(unit.source.absolute())
         include = [f"-I{folder}" for folder in unit.include]
-        include += [word for folder in unit.system_include for word in ("-isystem", str(folder))]
         output = ("-c", source, "-o", str(objects[-1]))
         arguments = (*compiler.pic, *unit.flags, *include, *output)
         title = f"unit {unit.name!r} of {unit.source.name}"

@@ -17,7 +17,7 @@ from qtensor.core.errors import check
 from qtensor.core.torch_state import in_backward
 from qtensor.debug.log import ROLES, known_role
 from qtensor.library.checks import check_one
-from qtensor.library.define import Written, below_autograd, leaf_op, no_outputs
+from qtensor.library.define import Written, leaf_op, no_outputs
 from qtensor.library.ragged import Groups
 from qtensor.storage.base import QuantizedTensorStorage
 
@@ -54,9 +54,7 @@ def _sink(op: str, token: Tensor) -> Sink | None:
     return SINKS.get(int(token))
 
 
-class RecordTensorArgs(NamedTuple):
-    """Arguments of the op ``record_tensor_``."""
-
+class _RecordTensorArgs(NamedTuple):
     buffers: list[Tensor]
     stored: str
     shape: Shape
@@ -67,9 +65,7 @@ class RecordTensorArgs(NamedTuple):
     scale: Tensor | None = None
 
 
-class RecordGroupsArgs(NamedTuple):
-    """Arguments of the op ``record_groups_``."""
-
+class _RecordGroupsArgs(NamedTuple):
     x: Tensor
     role: str
     quantizer: str
@@ -79,7 +75,7 @@ class RecordGroupsArgs(NamedTuple):
     scale: Tensor | None = None
 
 
-def _record_fill(_: None, args: RecordTensorArgs) -> None:
+def _record_fill(_: None, args: _RecordTensorArgs) -> None:
     sink = _sink("record_tensor_", args.token)
     check_one("record_tensor_", "ticket", args.ticket, torch.int64)
     known_role("record_tensor_", args.role)
@@ -90,15 +86,14 @@ def _record_fill(_: None, args: RecordTensorArgs) -> None:
         return
     if args.role in FORWARD_ROLES and in_backward():
         return
-    with below_autograd():
-        values: Values = args.buffers[0]
-        if args.stored:
-            quantizer = parsed(args.stored)
-            values = quantizer.assemble(args.buffers, args.shape, torch.float32, bare=True)
-        sink.receive(site, args.role, values, args.quantizer, args.scale)
+    values: Values = args.buffers[0]
+    if args.stored:
+        quantizer = parsed(args.stored)
+        values = quantizer.assemble(args.buffers, args.shape, torch.float32, bare=True)
+    sink.receive(site, args.role, values, args.quantizer, args.scale)
 
 
-def _record_groups_fill(_: None, args: RecordGroupsArgs) -> None:
+def _record_groups_fill(_: None, args: _RecordGroupsArgs) -> None:
     sizes = args.split.read("record_groups_")
     check_one("record_groups_", "ticket", args.ticket, torch.int64, len(sizes))
     rule = "scale must have one factor for each group"
@@ -107,17 +102,16 @@ def _record_groups_fill(_: None, args: RecordGroupsArgs) -> None:
     shape = rows_cols(args.x.shape)
     rule = "the sizes of the groups must add up to the rows of x"
     check(sum(sizes) == shape[0], "record_groups_", rule, f"{sizes}, {shape[0]} rows", "Fix them")
-    with below_autograd():
-        for i, part in enumerate(args.x.reshape(shape).split(sizes)):
-            scale = None if args.scale is None else args.scale[i : i + 1]
-            ticket, token = args.ticket[i : i + 1], args.token
-            one = RecordTensorArgs(
-                [part], "", part.shape, args.role, args.quantizer, ticket, token, scale
-            )
-            _record_fill(None, one)
+    for i, part in enumerate(args.x.reshape(shape).split(sizes)):
+        scale = None if args.scale is None else args.scale[i : i + 1]
+        ticket, token = args.ticket[i : i + 1], args.token
+        one = _RecordTensorArgs(
+            [part], "", part.shape, args.role, args.quantizer, ticket, token, scale
+        )
+        _record_fill(None, one)
 
 
-RECORD_TENSOR = leaf_op("record_tensor_", RecordTensorArgs, "()", no_outputs, _record_fill)
+RECORD_TENSOR = leaf_op("record_tensor_", _RecordTensorArgs, "()", no_outputs, _record_fill)
 """Hand a tensor to the recorder whose number is ``token``, int64 (1,) on the CPU.
 
 ``buffers`` is one plain tensor, or the buffers of a quantized tensor of the logical ``shape`` that
@@ -127,7 +121,7 @@ CPU, is the number of the layer.
 """
 
 
-RECORD_GROUPS = leaf_op("record_groups_", RecordGroupsArgs, "()", no_outputs, _record_groups_fill)
+RECORD_GROUPS = leaf_op("record_groups_", _RecordGroupsArgs, "()", no_outputs, _record_groups_fill)
 """Hand the rows of each group of ``x`` (..., K) to the recorder whose number is ``token``.
 
 ``ticket``, int64 (groups,) on the CPU, has the number of each group; ``scale`` (groups,) the
@@ -135,17 +129,15 @@ factors of delayed scaling. The other arguments are as for ``record_tensor_``.
 """
 
 
-class BeginForwardArgs(NamedTuple):
-    """Arguments of the op ``begin_recorded_forward_``."""
-
+class _BeginForwardArgs(NamedTuple):
     token: Written
 
 
-def _begin_fill(_: None, args: BeginForwardArgs) -> None:
+def _begin_fill(_: None, args: _BeginForwardArgs) -> None:
     sink = _sink("begin_recorded_forward_", args.token)
     if sink is not None and not in_backward():
         sink.begin_forward()
 
 
-BEGIN_FORWARD = leaf_op("begin_recorded_forward_", BeginForwardArgs, "()", no_outputs, _begin_fill)
+BEGIN_FORWARD = leaf_op("begin_recorded_forward_", _BeginForwardArgs, "()", no_outputs, _begin_fill)
 """Tell the recorder whose number is ``token`` that the model begins a forward pass."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from qtensor.core.encoding import decode_call, encode_call
 from qtensor.core.errors import QTensorError, check
 from qtensor.kernels import table
-from qtensor.library.define import below_autograd, empty, leaf_op
+from qtensor.library.define import empty, leaf_op
 from qtensor.library.norm import check_tensor
 from qtensor.reference.activation import (
     BOUND,
@@ -135,8 +135,7 @@ def _activation_fill(y: Tensor, args: ActivationArgs) -> None:
     name, clamp = check_kind("activation", args.kind)
     if table.floats_("activation", args.x.device.type, y, args.x, name, None, clamp):
         return
-    with below_autograd():
-        activation_(y, args.x, name, clamp)
+    activation_(y, args.x, name, clamp)
 
 
 ACTIVATION = leaf_op("activation", ActivationArgs, "Tensor", _activation_alloc, _activation_fill)
@@ -148,15 +147,13 @@ A gated kind multiplies act(first half) and the second half of the last dim.
 """
 
 
-class ActivationBackwardArgs(NamedTuple):
-    """Arguments of the op ``activation_backward``."""
-
+class _ActivationBackwardArgs(NamedTuple):
     dy: Tensor
     x: Tensor
     kind: str
 
 
-def _activation_backward_alloc(args: ActivationBackwardArgs) -> Tensor:
+def _activation_backward_alloc(args: _ActivationBackwardArgs) -> Tensor:
     op = "activation_backward"
     shape = activated_shape(op, args.x, args.kind)
     check_tensor(op, "dy", args.dy)
@@ -165,17 +162,16 @@ def _activation_backward_alloc(args: ActivationBackwardArgs) -> Tensor:
     return empty(args.x)
 
 
-def _activation_backward_fill(dx: Tensor, args: ActivationBackwardArgs) -> None:
+def _activation_backward_fill(dx: Tensor, args: _ActivationBackwardArgs) -> None:
     name, clamp = check_kind("activation_backward", args.kind)
     if table.floats_("activation", args.x.device.type, dx, args.x, name, args.dy, clamp):
         return
-    with below_autograd():
-        activation_backward_(dx, args.dy, args.x, name, clamp)
+    activation_backward_(dx, args.dy, args.x, name, clamp)
 
 
 ACTIVATION_BACKWARD = leaf_op(
     "activation_backward",
-    ActivationBackwardArgs,
+    _ActivationBackwardArgs,
     "Tensor",
     _activation_backward_alloc,
     _activation_backward_fill,

@@ -23,7 +23,7 @@ from qtensor.library.cache import (
     check_side,
 )
 from qtensor.library.checks import PassedCalls
-from qtensor.library.define import below_autograd, empty, leaf_op
+from qtensor.library.define import empty, leaf_op
 from qtensor.library.quantize import INPUT_DTYPES
 from qtensor.reference import attention as reference
 from qtensor.reference.arithmetic import write_
@@ -222,7 +222,7 @@ def _attention_fill(out: Tensor, args: AttentionArgs) -> None:
     # CPU kernels check lengths and pages themselves; those that are wrong end here.
     if not out.numel() or table.floats_("attention", out.device.type, out, args):
         return
-    with below_autograd(), denormals_kept():
+    with denormals_kept():
         write_(out, reference.attention(args.q, *_reference_call(args)))
 
 
@@ -295,7 +295,7 @@ def _part_fill(outputs: tuple[Tensor, Tensor], args: AttentionArgs) -> None:
     values, sums = outputs
     if not sums.numel() or table.floats_("attention_part", sums.device.type, values, args, sums):
         return
-    with below_autograd(), denormals_kept():
+    with denormals_kept():
         part = reference.attention_part(args.q, *_reference_call(args))
         for output, t in zip(outputs, part, strict=True):
             write_(output, t)
@@ -352,7 +352,7 @@ def _join_alloc(args: JoinArgs) -> Tensor:
 def _join_fill(out: Tensor, args: JoinArgs) -> None:
     if not out.numel() or table.floats_("join_attention", out.device.type, out, args):
         return
-    with below_autograd(), denormals_kept():
+    with denormals_kept():
         parts = ((args.values, args.sums), (args.more_values, args.more_sums))
         write_(out, reference.join(parts, _sinks_of_queries(args.sinks, out)))
 

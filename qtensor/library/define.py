@@ -8,15 +8,12 @@ from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from qtensor.core import torch_state
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.core.operand import Operand
+from qtensor.core.torch_state import below_autograd
 
 LIBRARY = torch.library.Library("qtensor", "DEF")
-
-below_autograd = torch_state.below_autograd
-"""Context of the torch ops in a fill, which need no gradients."""
 
 BODIES: dict[str, Callable[..., Any]] = {}
 """The Python kernels of the ops, by op name."""
@@ -115,7 +112,8 @@ def leaf_op(
     def body(*args: object) -> Outputs:
         bound = bind(*args)
         outputs = allocate(bound)
-        FILLS[name](outputs, bound)
+        with below_autograd():  # torch ops in a fill need no gradients
+            FILLS[name](outputs, bound)
         return outputs
 
     def fake(*args: object) -> Outputs:

@@ -28,7 +28,6 @@ from qtensor.core.errors import check
 from qtensor.library.define import (
     Written,
     WrittenOptional,
-    below_autograd,
     empty,
     leaf_op,
     no_outputs,
@@ -96,9 +95,7 @@ def _merged(history: Tensor, steps: Tensor, cell: Tensor, cell_step: Tensor, len
     return rows
 
 
-class MergedHistoryArgs(NamedTuple):
-    """Arguments of the op ``merged_history``."""
-
+class _MergedHistoryArgs(NamedTuple):
     history: Tensor
     steps: Tensor
     cell: Tensor
@@ -106,22 +103,22 @@ class MergedHistoryArgs(NamedTuple):
     length: int
 
 
-def _merged_alloc(args: MergedHistoryArgs) -> Tensor:
+def _merged_alloc(args: _MergedHistoryArgs) -> Tensor:
     _check_history("merged_history", args.history, args.length)
     return empty(args.history, (args.length, args.history.shape[1]), torch.float32)
 
 
-def _merged_fill(out: Tensor, args: MergedHistoryArgs) -> None:
+def _merged_fill(out: Tensor, args: _MergedHistoryArgs) -> None:
     out.copy_(_merged(*args))
 
 
-MERGED_HISTORY = leaf_op("merged_history", MergedHistoryArgs, "Tensor", _merged_alloc, _merged_fill)
+MERGED_HISTORY = leaf_op(
+    "merged_history", _MergedHistoryArgs, "Tensor", _merged_alloc, _merged_fill
+)
 """Return the history (length, n) that the next scales come from, for algorithms of the caller."""
 
 
-class DelayedBeginArgs(NamedTuple):
-    """Arguments of the op ``delayed_begin_``."""
-
+class _DelayedBeginArgs(NamedTuple):
     scale: Written
     history: Written
     steps: Written
@@ -139,11 +136,11 @@ class DelayedBeginArgs(NamedTuple):
     kept: bool = False
 
 
-def _begin_alloc(args: DelayedBeginArgs) -> tuple[Tensor, Tensor]:
+def _begin_alloc(args: _DelayedBeginArgs) -> tuple[Tensor, Tensor]:
     return torch.empty_like(args.scale), torch.empty_like(args.steps)
 
 
-def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
+def _begin_fill(outputs: tuple[Tensor, Tensor], args: _DelayedBeginArgs) -> None:
     """Begin a step if there is a new one, and write its scales and its ticket."""
     if args.report is not None:
         _check_tensors("delayed_begin_", torch.int64, report=(args.report, 2))
@@ -153,15 +150,14 @@ def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
     advance = args.advance and not in_backward()
     before = args.steps.clone()
     _check_begin(args)
-    with below_autograd():
-        _begin_by_torch(outputs, args, advance)
+    _begin_by_torch(outputs, args, advance)
     if not (torch.equal(before, args.steps) or args.scale.is_inference()):
         # A compiled region that a checkpoint computes again has saved the scales, not the factors
         # of its call. torch must refuse to compute it with later ones.
         torch.autograd.graph.increment_version(args.scale)
 
 
-def _begin_by_torch(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs, advance: bool) -> None:
+def _begin_by_torch(outputs: tuple[Tensor, Tensor], args: _DelayedBeginArgs, advance: bool) -> None:
     rows, new_scale, now = args.rows, args.new_scale, int(args.step)
     if advance and now != int(args.steps[0]):
         _check_not_captured("delayed_begin_", args.history)
@@ -179,7 +175,7 @@ def _begin_by_torch(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs, adva
     outputs[1].copy_(args.steps)
 
 
-def _check_begin(args: DelayedBeginArgs) -> None:
+def _check_begin(args: _DelayedBeginArgs) -> None:
     """Raise unless the state and the options have the sizes and values that the op needs."""
     op = "delayed_begin_"
     scale, history, rows, new_scale = args.scale, args.history, args.rows, args.new_scale
@@ -208,7 +204,7 @@ def _check_begin(args: DelayedBeginArgs) -> None:
 
 
 DELAYED_BEGIN = leaf_op(
-    "delayed_begin_", DelayedBeginArgs, "(Tensor scales, Tensor ticket)", _begin_alloc, _begin_fill
+    "delayed_begin_", _DelayedBeginArgs, "(Tensor scales, Tensor ticket)", _begin_alloc, _begin_fill
 )
 """At the first call of a step, move the history up by one row and compute new scales.
 
@@ -222,26 +218,24 @@ layer: if a checkpoint computes a call of compiled code again, it gets the outpu
 """
 
 
-class DelayedReadArgs(NamedTuple):
-    """Arguments of the op ``delayed_read``."""
-
+class _DelayedReadArgs(NamedTuple):
     scale: Tensor
     steps: Tensor
     report: Tensor
 
 
-def _read_alloc(args: DelayedReadArgs) -> tuple[Tensor, Tensor]:
+def _read_alloc(args: _DelayedReadArgs) -> tuple[Tensor, Tensor]:
     return torch.empty_like(args.scale), torch.empty_like(args.steps)
 
 
-def _read_fill(outputs: tuple[Tensor, Tensor], args: DelayedReadArgs) -> None:
+def _read_fill(outputs: tuple[Tensor, Tensor], args: _DelayedReadArgs) -> None:
     _check_tensors("delayed_read", torch.float32, scale=(args.scale, None))
     _check_tensors("delayed_read", torch.int64, steps=(args.steps, 2), report=(args.report, 2))
     recall_or_keep(args.report.tolist()[0], *outputs, lambda: (args.scale, args.steps))
 
 
 DELAYED_READ = leaf_op(
-    "delayed_read", DelayedReadArgs, "(Tensor scales, Tensor ticket)", _read_alloc, _read_fill
+    "delayed_read", _DelayedReadArgs, "(Tensor scales, Tensor ticket)", _read_alloc, _read_fill
 )
 """Return copies of the scales and of the steps, which is the ticket, for an evaluation.
 
@@ -249,15 +243,13 @@ A checkpoint that computes the call again gets those of its first run.
 """
 
 
-class RecordAmaxArgs(NamedTuple):
-    """Arguments of the op ``record_amax_``."""
-
+class _RecordAmaxArgs(NamedTuple):
     history: Written
     amax: list[Tensor]
     first: int
 
 
-def _record_fill(_: None, args: RecordAmaxArgs) -> None:
+def _record_fill(_: None, args: _RecordAmaxArgs) -> None:
     history, amax, first = args
     if in_backward():
         return
@@ -271,10 +263,9 @@ def _record_fill(_: None, args: RecordAmaxArgs) -> None:
     check(0 <= first <= columns - count, op, rule, f"first={first}", fix)
     if not amax:
         return
-    with below_autograd():
-        maxima = torch.cat(amax)
-        row = history.data[0, first : first + count]
-        torch.maximum(row, maxima, out=row)
+    maxima = torch.cat(amax)
+    row = history.data[0, first : first + count]
+    torch.maximum(row, maxima, out=row)
 
 
 def _check_maxima(op: str, amax: list[Tensor], device: torch.device) -> None:
@@ -285,7 +276,7 @@ def _check_maxima(op: str, amax: list[Tensor], device: torch.device) -> None:
         check(good, op, rule, f"{t.dtype} {tuple(t.shape)} on {t.device}", "Pass quantize's amax")
 
 
-RECORD_AMAX = leaf_op("record_amax_", RecordAmaxArgs, "()", no_outputs, _record_fill)
+RECORD_AMAX = leaf_op("record_amax_", _RecordAmaxArgs, "()", no_outputs, _record_fill)
 """Write `history[0, first:] = max(history[0, first:], amax)`; history is (rows, n) float32.
 
 Each amax is a float32 vector: (1,), or the maxima of several tensors side by side. A backward pass,
@@ -293,33 +284,30 @@ where checkpoints call layers again, writes nothing.
 """
 
 
-class RecordGradientAmaxArgs(NamedTuple):
-    """Arguments of the op ``record_gradient_amax_``."""
-
+class _RecordGradientAmaxArgs(NamedTuple):
     cell: Written
     cell_step: Written
     amax: list[Tensor]
     ticket: Tensor
 
 
-def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
+def _record_gradient_fill(_: None, args: _RecordGradientAmaxArgs) -> None:
     cell, cell_step, amax, ticket = args
     op = "record_gradient_amax_"
     _check_tensors(op, torch.float32, cell=(cell, sum([t.numel() for t in amax])))
     _check_tensors(op, torch.int64, cell_step=(cell_step, 1), ticket=(ticket, 2))
     _check_maxima(op, [cell, *amax], cell.device)
     _check_not_captured(op, cell)
-    with below_autograd():
-        step, consumed = int(ticket[0]), int(ticket[1])
-        maxima = torch.cat(amax) if amax else cell
-        if int(cell_step) > consumed:
-            maxima = torch.maximum(cell, maxima)
-        cell.data.copy_(maxima)
-        cell_step.data.fill_(max(step, int(cell_step)))
+    step, consumed = int(ticket[0]), int(ticket[1])
+    maxima = torch.cat(amax) if amax else cell
+    if int(cell_step) > consumed:
+        maxima = torch.maximum(cell, maxima)
+    cell.data.copy_(maxima)
+    cell_step.data.fill_(max(step, int(cell_step)))
 
 
 RECORD_GRADIENT_AMAX = leaf_op(
-    "record_gradient_amax_", RecordGradientAmaxArgs, "()", no_outputs, _record_gradient_fill
+    "record_gradient_amax_", _RecordGradientAmaxArgs, "()", no_outputs, _record_gradient_fill
 )
 """Store the maxima of gradients in `cell` (g,) for the next step.
 
@@ -347,15 +335,13 @@ LAYERS: weakref.WeakValueDictionary[int, LayerState] = weakref.WeakValueDictiona
 """The states of layers (``modules.state.LinearState``) by their keys."""
 
 
-class SendGradientAmaxArgs(NamedTuple):
-    """Arguments of the op ``send_gradient_amax_``."""
-
+class _SendGradientAmaxArgs(NamedTuple):
     report: Tensor
     amax: list[Tensor]
     ticket: Tensor
 
 
-def _send_fill(_: None, args: SendGradientAmaxArgs) -> None:
+def _send_fill(_: None, args: _SendGradientAmaxArgs) -> None:
     _check_tensors("send_gradient_amax_", torch.int64, report=(args.report, 2))
     layer = LAYERS.get(args.report.tolist()[0])
     if layer is not None:
@@ -364,7 +350,7 @@ def _send_fill(_: None, args: SendGradientAmaxArgs) -> None:
 
 
 SEND_GRADIENT_AMAX = leaf_op(
-    "send_gradient_amax_", SendGradientAmaxArgs, "()", no_outputs, _send_fill
+    "send_gradient_amax_", _SendGradientAmaxArgs, "()", no_outputs, _send_fill
 )
 """Do ``record_gradient_amax_`` for the layer of key ``report[0]``, if it still exists.
 
@@ -383,15 +369,13 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-class AdvanceStepArgs(NamedTuple):
-    """Arguments of the op ``advance_step_``."""
-
+class _AdvanceStepArgs(NamedTuple):
     step: Written
     forward_only: bool = False
     counter: WrittenOptional = None
 
 
-def _advance_fill(_: None, args: AdvanceStepArgs) -> None:
+def _advance_fill(_: None, args: _AdvanceStepArgs) -> None:
     if args.forward_only and in_backward():
         return
     _check_tensors("advance_step_", torch.int64, step=(args.step, 1))
@@ -404,7 +388,7 @@ def _advance_fill(_: None, args: AdvanceStepArgs) -> None:
         args.step.data.copy_(args.counter)
 
 
-ADVANCE_STEP = leaf_op("advance_step_", AdvanceStepArgs, "()", no_outputs, _advance_fill)
+ADVANCE_STEP = leaf_op("advance_step_", _AdvanceStepArgs, "()", no_outputs, _advance_fill)
 """Begin a new step: increment ``step`` or the shared ``counter``, and copy it to ``step``.
 
 With ``forward_only``, do nothing where checkpointing calls a layer again during a backward pass.

@@ -12,7 +12,7 @@ from qtensor.core.errors import DtypeError, fail
 from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import by_name, check_buffers, parse
 from qtensor.kernels import table
-from qtensor.library.define import LIBRARY, Written, below_autograd, empty, leaf_op, no_outputs
+from qtensor.library.define import LIBRARY, Written, empty, leaf_op, no_outputs
 from qtensor.reference.denormals import denormals_kept
 
 
@@ -39,16 +39,14 @@ def _check_dtype(dtype: torch.dtype, quantizer: str) -> None:
         refuse_dtype(parse(quantizer).format, dtype)
 
 
-class DequantizeArgs(NamedTuple):
-    """Arguments of the op ``dequantize``."""
-
+class _DequantizeArgs(NamedTuple):
     buffers: list[Tensor]
     quantizer: str
     shape: Shape
     dtype: torch.dtype
 
 
-def _dequantize_alloc(args: DequantizeArgs) -> Tensor:
+def _dequantize_alloc(args: _DequantizeArgs) -> Tensor:
     _check_dtype(args.dtype, args.quantizer)
     if not args.buffers:
         count = len(parse(args.quantizer).slots)
@@ -56,7 +54,7 @@ def _dequantize_alloc(args: DequantizeArgs) -> Tensor:
     return empty(args.buffers[0], tuple(args.shape), args.dtype)
 
 
-def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
+def _dequantize_fill(out: Tensor, args: _DequantizeArgs) -> None:
     quantizer = parse(args.quantizer)
     has_all = len(args.buffers) == len(quantizer.slots)
     if has_all and table.dequantize_(quantizer, args.buffers, args.shape, out):
@@ -67,34 +65,32 @@ def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
     if values is not None:
         out.copy_(values)
         return
-    with below_autograd(), denormals_kept():
+    with denormals_kept():
         out.copy_(quantizer.decode(by_name(quantizer, args.buffers), tuple(args.shape)))
 
 
-DEQUANTIZE = leaf_op("dequantize", DequantizeArgs, "Tensor", _dequantize_alloc, _dequantize_fill)
+DEQUANTIZE = leaf_op("dequantize", _DequantizeArgs, "Tensor", _dequantize_alloc, _dequantize_fill)
 """Decode inner buffers to a tensor of ``shape`` and ``dtype``, rounded once from float32."""
 
 
-class DequantizeInPlaceArgs(NamedTuple):
-    """Arguments of the op ``dequantize_``."""
-
+class _DequantizeInPlaceArgs(NamedTuple):
     buffers: list[Tensor]
     quantizer: str
     shape: Shape
     out: Written
 
 
-def _dequantize_inplace_fill(_: None, args: DequantizeInPlaceArgs) -> None:
+def _dequantize_inplace_fill(_: None, args: _DequantizeInPlaceArgs) -> None:
     _check_dtype(args.out.dtype, args.quantizer)
     if args.out.shape != tuple(args.shape):
         rule = f"out must have the shape {tuple(args.shape)}"
         fail("dequantize_", rule, tuple(args.out.shape), "Pass a tensor of that shape")
-    same = DequantizeArgs(args.buffers, args.quantizer, args.shape, args.out.dtype)
+    same = _DequantizeArgs(args.buffers, args.quantizer, args.shape, args.out.dtype)
     _dequantize_fill(args.out, same)
 
 
 DEQUANTIZE_ = leaf_op(
-    "dequantize_", DequantizeInPlaceArgs, "()", no_outputs, _dequantize_inplace_fill
+    "dequantize_", _DequantizeInPlaceArgs, "()", no_outputs, _dequantize_inplace_fill
 )
 """Dequantize into an existing tensor of the logical shape."""
 

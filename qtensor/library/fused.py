@@ -26,16 +26,14 @@ def _alloc_quantized(
     return [*alloc_slots(described.slots, shape, device), *alloc_amax(described, device)]
 
 
-class NormQuantizeArgs(NamedTuple):
-    """Arguments of the op ``norm_quantize``."""
-
+class _NormQuantizeArgs(NamedTuple):
     norm: NormArgs
     quantizer: str
     factors: Factors
     keep: bool = False
 
 
-def _norm_quantize_alloc(args: NormQuantizeArgs) -> list[Tensor]:
+def _norm_quantize_alloc(args: _NormQuantizeArgs) -> list[Tensor]:
     op, norm, x = "norm_quantize", args.norm, args.norm.x
     check_norm(op, x, norm.weight, norm.bias, norm.kind, norm.dtype)
     outputs = _alloc_quantized(op, tuple(x.shape), args.quantizer, args.factors.seed, x.device)
@@ -43,7 +41,7 @@ def _norm_quantize_alloc(args: NormQuantizeArgs) -> list[Tensor]:
     return [*outputs, *alloc_stats(x, norm.kind), *kept]
 
 
-def _norm_quantize_fill(outputs: list[Tensor], args: NormQuantizeArgs) -> None:
+def _norm_quantize_fill(outputs: list[Tensor], args: _NormQuantizeArgs) -> None:
     norm, count = args.norm, len(outputs) - 2 - args.keep
     buffers, (mean, rstd) = outputs[:count], outputs[count : count + 2]
     y = outputs[-1] if args.keep else None
@@ -58,7 +56,7 @@ def _norm_quantize_fill(outputs: list[Tensor], args: NormQuantizeArgs) -> None:
 
 
 NORM_QUANTIZE = leaf_op(
-    "norm_quantize", NormQuantizeArgs, "Tensor[]", _norm_quantize_alloc, _norm_quantize_fill
+    "norm_quantize", _NormQuantizeArgs, "Tensor[]", _norm_quantize_alloc, _norm_quantize_fill
 )
 """Quantize the y (..., K) of ``norm``, which is rounded to ``dtype`` first.
 
@@ -66,23 +64,21 @@ The op returns the outputs of ``quantize``, then mean and rstd, then y if ``keep
 """
 
 
-class ActivationQuantizeArgs(NamedTuple):
-    """Arguments of the op ``activation_quantize``."""
-
+class _ActivationQuantizeArgs(NamedTuple):
     activation: ActivationArgs
     quantizer: str
     factors: Factors
     keep: bool = False
 
 
-def _activation_quantize_alloc(args: ActivationQuantizeArgs) -> list[Tensor]:
+def _activation_quantize_alloc(args: _ActivationQuantizeArgs) -> list[Tensor]:
     op, (x, kind) = "activation_quantize", args.activation
     shape = activated_shape(op, x, kind)
     outputs = _alloc_quantized(op, shape, args.quantizer, args.factors.seed, x.device)
     return [*outputs, empty(x, shape)] if args.keep else outputs
 
 
-def _activation_quantize_fill(outputs: list[Tensor], args: ActivationQuantizeArgs) -> None:
+def _activation_quantize_fill(outputs: list[Tensor], args: _ActivationQuantizeArgs) -> None:
     buffers, y = (outputs[:-1], outputs[-1]) if args.keep else (outputs, None)
     op, (x, kind) = "activation_quantize", args.activation
     target = Target(parse(args.quantizer), x.dtype, args.factors)
@@ -96,7 +92,7 @@ def _activation_quantize_fill(outputs: list[Tensor], args: ActivationQuantizeArg
 
 ACTIVATION_QUANTIZE = leaf_op(
     "activation_quantize",
-    ActivationQuantizeArgs,
+    _ActivationQuantizeArgs,
     "Tensor[]",
     _activation_quantize_alloc,
     _activation_quantize_fill,

@@ -18,7 +18,6 @@ from qtensor.library.define import (
     FILLS,
     LIBRARY,
     SymInt,
-    below_autograd,
     check_one_device,
     empty,
     leaf_op,
@@ -89,7 +88,7 @@ def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
     from qtensor.kernels.products import choice  # noqa: PLC0415
 
     # torch.autocast would round operands to its dtype, in eager code alone.
-    with below_autograd(), without_autocast(), denormals_kept():
+    with without_autocast(), denormals_kept():
         product = Product(args.operands, args.layout, args.bias, args.backend, args.fast)
         choice.multiply_(out, product)
 
@@ -171,9 +170,7 @@ GEMM = leaf_op("gemm", GemmArgs, "Tensor", _gemm_alloc, _gemm_fill)
 """Multiply two operands: the buffers of a quantized tensor, or (quantizer "") one tensor."""
 
 
-class WeightGemmArgs(NamedTuple):
-    """Arguments of the op ``weight_gemm``."""
-
+class _WeightGemmArgs(NamedTuple):
     x: Tensor
     weight: list[Tensor]
     quantizer: str
@@ -181,18 +178,18 @@ class WeightGemmArgs(NamedTuple):
     bias: Tensor | None = None
 
 
-def _weight_gemm_alloc(args: WeightGemmArgs) -> Tensor:
+def _weight_gemm_alloc(args: _WeightGemmArgs) -> Tensor:
     return empty(args.x, (*args.x.shape[:-1], args.n))
 
 
-def _weight_gemm_fill(out: Tensor, args: WeightGemmArgs) -> None:
+def _weight_gemm_fill(out: Tensor, args: _WeightGemmArgs) -> None:
     x, weight, quantizer, n, bias = args
     pair = Pair(plain_operand(x), Operand(weight, quantizer, (n, *x.shape[-1:])))
     FILLS["gemm"](out, GemmArgs(pair, "TN", x.dtype, bias))
 
 
 WEIGHT_GEMM = leaf_op(
-    "weight_gemm", WeightGemmArgs, "Tensor", _weight_gemm_alloc, _weight_gemm_fill
+    "weight_gemm", _WeightGemmArgs, "Tensor", _weight_gemm_alloc, _weight_gemm_fill
 )
 """``gemm`` in layout TN of plain x (..., K) and the buffers of a quantized weight (N, K).
 

@@ -12,7 +12,7 @@ from qtensor.core.errors import fail
 from qtensor.core.torch_state import without_autocast
 from qtensor.kernels.products.problem import Pair, Product
 from qtensor.library.checks import check_one
-from qtensor.library.define import BODIES, Written, below_autograd, leaf_op, no_outputs
+from qtensor.library.define import BODIES, Written, leaf_op, no_outputs
 from qtensor.library.gemm import check_layout, check_product, output_shape
 
 
@@ -39,7 +39,7 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
 
         check_product(pair, args.layout)
         in_place = choice.overwrite_ if args.overwrite else choice.accumulate_
-        with below_autograd(), without_autocast():
+        with without_autocast():
             if in_place(target, Product(pair, args.layout)):
                 return
     # The product in float32, where it is accumulated; the sum is rounded once.
@@ -62,14 +62,12 @@ _PENDING: dict[int, deque[Pair]] = {}
 """Operands of weight gradients that ``backward_dw()`` will compute, oldest first, by module key."""
 
 
-class PostponeWgradArgs(NamedTuple):
-    """Arguments of the op ``postpone_wgrad_``."""
-
+class _PostponeWgradArgs(NamedTuple):
     key: int
     operands: Pair
 
 
-def _postpone_fill(_: None, args: PostponeWgradArgs) -> None:
+def _postpone_fill(_: None, args: _PostponeWgradArgs) -> None:
     postpone(args.key, args.operands)
 
 
@@ -82,7 +80,7 @@ def postpone(key: int, pair: Pair) -> None:
     _PENDING.setdefault(key, deque()).append(Pair(a, b))
 
 
-POSTPONE = leaf_op("postpone_wgrad_", PostponeWgradArgs, "()", no_outputs, _postpone_fill)
+POSTPONE = leaf_op("postpone_wgrad_", _PostponeWgradArgs, "()", no_outputs, _postpone_fill)
 """Store the operands of a weight gradient."""
 torch.fx.has_side_effect(POSTPONE)  # It writes none of its arguments: compilers would drop it.
 
@@ -110,13 +108,11 @@ _LISTENERS: dict[int, Callable[[], None]] = {}
 """Key of a module -> function that tells its weights that ``main_grad`` has their gradients."""
 
 
-class ReportAccumulatedArgs(NamedTuple):
-    """Arguments of the op ``report_accumulated_``."""
-
+class _ReportAccumulatedArgs(NamedTuple):
     report: Written
 
 
-def _report_accumulated_fill(_: None, args: ReportAccumulatedArgs) -> None:
+def _report_accumulated_fill(_: None, args: _ReportAccumulatedArgs) -> None:
     state = args.report.data
     check_one("report_accumulated_", "report", state, torch.int64, 2)
     listener = _LISTENERS.get(int(state[0]))
@@ -126,7 +122,7 @@ def _report_accumulated_fill(_: None, args: ReportAccumulatedArgs) -> None:
 
 
 REPORT_ACCUMULATED = leaf_op(
-    "report_accumulated_", ReportAccumulatedArgs, "()", no_outputs, _report_accumulated_fill
+    "report_accumulated_", _ReportAccumulatedArgs, "()", no_outputs, _report_accumulated_fill
 )
 """Call the listener of key ``report[0]`` and count it in ``report[1]``; int64 (2,), CPU.
 

@@ -26,7 +26,6 @@ from qtensor.library.define import (
     FILLS,
     SymInt,
     WrittenList,
-    below_autograd,
     empty,
     leaf_op,
 )
@@ -39,41 +38,36 @@ from qtensor.library.ragged import Groups, alloc_flat, check_ragged, check_sizes
 # ---- sizes
 
 
-class SplitSizesArgs(NamedTuple):
-    """Arguments of the op ``split_sizes``."""
-
+class _SplitSizesArgs(NamedTuple):
     splits: Tensor
     rows: SymInt
     label: str
 
 
-def _split_sizes_alloc(args: SplitSizesArgs) -> Tensor:
+def _split_sizes_alloc(args: _SplitSizesArgs) -> Tensor:
     device = "meta" if args.splits.device.type == "meta" else "cpu"
     return torch.empty(args.splits.shape, dtype=torch.int64, device=device)
 
 
-def _split_sizes_fill(out: Tensor, args: SplitSizesArgs) -> None:
-    with below_autograd():
-        out.copy_(args.splits)
-        check_sizes(args.label, out.tolist(), args.rows)
+def _split_sizes_fill(out: Tensor, args: _SplitSizesArgs) -> None:
+    out.copy_(args.splits)
+    check_sizes(args.label, out.tolist(), args.rows)
 
 
 SPLIT_SIZES = leaf_op(
-    "split_sizes", SplitSizesArgs, "Tensor", _split_sizes_alloc, _split_sizes_fill
+    "split_sizes", _SplitSizesArgs, "Tensor", _split_sizes_alloc, _split_sizes_fill
 )
 """Check group sizes, int64 (groups,) on any device, and copy them to the CPU."""
 
 
-class ListedSizesArgs(NamedTuple):
-    """Arguments of the op ``listed_sizes``."""
-
+class _ListedSizesArgs(NamedTuple):
     sizes: Shape
     groups: int
     rows: SymInt
     label: str
 
 
-def _listed_sizes_alloc(args: ListedSizesArgs) -> Tensor:
+def _listed_sizes_alloc(args: _ListedSizesArgs) -> Tensor:
     # The shape does not depend on `sizes`, so that a graph with a wrong number of them is traced
     # to its end and raises this op's error when it runs.
     rule = "the number of group sizes must be from 1 to 2**31"
@@ -82,7 +76,7 @@ def _listed_sizes_alloc(args: ListedSizesArgs) -> Tensor:
     return torch.empty(args.groups, dtype=torch.int64, device="cpu")
 
 
-def _listed_sizes_fill(out: Tensor, args: ListedSizesArgs) -> None:
+def _listed_sizes_fill(out: Tensor, args: _ListedSizesArgs) -> None:
     rule = f"there must be {args.groups} group sizes, one for each weight"
     fits, op = len(args.sizes) == args.groups, f"{args.label} m_splits"
     check(fits, op, rule, len(args.sizes), "Pass 0 for empty groups")
@@ -92,7 +86,7 @@ def _listed_sizes_fill(out: Tensor, args: ListedSizesArgs) -> None:
 
 
 LISTED_SIZES = leaf_op(
-    "listed_sizes", ListedSizesArgs, "Tensor", _listed_sizes_alloc, _listed_sizes_fill
+    "listed_sizes", _ListedSizesArgs, "Tensor", _listed_sizes_alloc, _listed_sizes_fill
 )
 """Check group sizes that are numbers, and return them as a tensor.
 
@@ -104,9 +98,7 @@ when the graph runs.
 # ---- quantize
 
 
-class GroupedQuantizeArgs(NamedTuple):
-    """Arguments of the op ``grouped_quantize``."""
-
+class _GroupedQuantizeArgs(NamedTuple):
     x: Tensor
     quantizer: str
     split: Groups
@@ -114,7 +106,7 @@ class GroupedQuantizeArgs(NamedTuple):
     seed: Tensor | None = None
 
 
-def _quantize_alloc(args: GroupedQuantizeArgs) -> list[Tensor]:
+def _quantize_alloc(args: _GroupedQuantizeArgs) -> list[Tensor]:
     op, quantizer, groups = "grouped_quantize", parse(args.quantizer), args.split.groups
     check_input(args.x, quantizer.format)
     args.split.check(op)
@@ -127,21 +119,20 @@ def _quantize_alloc(args: GroupedQuantizeArgs) -> list[Tensor]:
     return [*buffers, *alloc_amax(quantizer, args.x.device, groups)]
 
 
-def _quantize_fill(outputs: list[Tensor], args: GroupedQuantizeArgs) -> None:
+def _quantize_fill(outputs: list[Tensor], args: _GroupedQuantizeArgs) -> None:
     quantizer, sizes = parse(args.quantizer), args.split.read("grouped_quantize")
-    with below_autograd():
-        groups = groups_of(Operand(outputs, args.quantizer, args.x.shape), sizes)
-        for i, rows in enumerate(args.x.split(sizes)):
-            out = groups[i].buffers
-            if quantizer.returns_amax:
-                out = [*out, outputs[-1][i : i + 1]]
-            factor = None if args.scale is None else args.scale[i : i + 1]
-            number = None if args.seed is None else args.seed.reshape(-1)[i : i + 1]
-            BODIES["quantize_"](rows, args.quantizer, out, factor, None, number)
+    groups = groups_of(Operand(outputs, args.quantizer, args.x.shape), sizes)
+    for i, rows in enumerate(args.x.split(sizes)):
+        out = groups[i].buffers
+        if quantizer.returns_amax:
+            out = [*out, outputs[-1][i : i + 1]]
+        factor = None if args.scale is None else args.scale[i : i + 1]
+        number = None if args.seed is None else args.seed.reshape(-1)[i : i + 1]
+        BODIES["quantize_"](rows, args.quantizer, out, factor, None, number)
 
 
 GROUPED_QUANTIZE = leaf_op(
-    "grouped_quantize", GroupedQuantizeArgs, "Tensor[]", _quantize_alloc, _quantize_fill
+    "grouped_quantize", _GroupedQuantizeArgs, "Tensor[]", _quantize_alloc, _quantize_fill
 )
 """Quantize (M, K) to flat buffers in slot order, then the maxima (groups,) of delayed scaling.
 
@@ -152,9 +143,7 @@ GROUPED_QUANTIZE = leaf_op(
 # ---- matmul
 
 
-class GroupedGemmArgs(NamedTuple):
-    """Arguments of the op ``grouped_gemm``."""
-
+class _GroupedGemmArgs(NamedTuple):
     operands: Pair
     split: Groups
     layout: str
@@ -162,7 +151,7 @@ class GroupedGemmArgs(NamedTuple):
     bias: list[Tensor] | None = None
 
 
-def _gemm_alloc(args: GroupedGemmArgs) -> Tensor:
+def _gemm_alloc(args: _GroupedGemmArgs) -> Tensor:
     a, b = args.operands
     args.split.check("grouped_gemm")
     check_ragged("grouped_gemm", a)
@@ -194,22 +183,21 @@ def _matrices(b: Operand, groups: int) -> Callable[[int], Operand]:
     return lambda i: b._replace(buffers=b.buffers[i * count : (i + 1) * count])
 
 
-def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
+def _gemm_fill(out: Tensor, args: _GroupedGemmArgs) -> None:
     (a, b), groups, sizes = args.operands, args.split.groups, args.split.read("grouped_gemm")
     matrix = _matrices(b, groups)
     biases = groups if args.bias is None else len(args.bias)
     rule = f"bias must hold one tensor for each of the {groups} groups"
     check(biases == groups, "grouped_gemm", rule, f"{biases} biases", "Pass one a group")
-    with below_autograd():
-        left = groups_of(a, sizes)
-        for i, part in enumerate(out.split(sizes)):
-            if sizes[i]:
-                bias = None if args.bias is None else args.bias[i]
-                group = Pair(left[i], matrix(i))
-                FILLS["gemm"](part, GemmArgs(group, args.layout, args.dtype, bias))
+    left = groups_of(a, sizes)
+    for i, part in enumerate(out.split(sizes)):
+        if sizes[i]:
+            bias = None if args.bias is None else args.bias[i]
+            group = Pair(left[i], matrix(i))
+            FILLS["gemm"](part, GemmArgs(group, args.layout, args.dtype, bias))
 
 
-GROUPED_GEMM = leaf_op("grouped_gemm", GroupedGemmArgs, "Tensor", _gemm_alloc, _gemm_fill)
+GROUPED_GEMM = leaf_op("grouped_gemm", _GroupedGemmArgs, "Tensor", _gemm_alloc, _gemm_fill)
 """Rows of each group times the group's own matrix, in the layouts TN and NN of ``gemm``.
 
 ``a`` is ragged, ``a_shape`` (M, .); ``b`` holds the buffers of one group after the other, all of
@@ -278,38 +266,33 @@ def _check_wgrad(op: str, ragged: Pair, split: Groups, wanted: Sequence[int] = (
     check(fits, op, rule, wanted, "Name groups that exist")
 
 
-class GroupedWgradArgs(NamedTuple):
-    """Arguments of the op ``grouped_wgrad``."""
-
+class _GroupedWgradArgs(NamedTuple):
     operands: Pair
     split: Groups
     wanted: list[int]
     dtype: torch.dtype
 
 
-def _wgrad_alloc(args: GroupedWgradArgs) -> list[Tensor]:
+def _wgrad_alloc(args: _GroupedWgradArgs) -> list[Tensor]:
     a, b = args.operands
     _check_wgrad("grouped_wgrad", args.operands, args.split, args.wanted)
     return [empty(a.buffers[0], (a.shape[1], b.shape[1]), args.dtype) for _ in args.wanted]
 
 
-def _wgrad_fill(outputs: list[Tensor], args: GroupedWgradArgs) -> None:
-    with below_autograd():
-        pairs = _pairs("grouped_wgrad", args.operands, args.split)
-        for out, i in zip(outputs, args.wanted, strict=True):
-            FILLS["gemm"](out, GemmArgs(pairs[i], "NT", args.dtype))
+def _wgrad_fill(outputs: list[Tensor], args: _GroupedWgradArgs) -> None:
+    pairs = _pairs("grouped_wgrad", args.operands, args.split)
+    for out, i in zip(outputs, args.wanted, strict=True):
+        FILLS["gemm"](out, GemmArgs(pairs[i], "NT", args.dtype))
 
 
-GROUPED_WGRAD = leaf_op("grouped_wgrad", GroupedWgradArgs, "Tensor[]", _wgrad_alloc, _wgrad_fill)
+GROUPED_WGRAD = leaf_op("grouped_wgrad", _GroupedWgradArgs, "Tensor[]", _wgrad_alloc, _wgrad_fill)
 """``a_i.T @ b_i`` of the groups in ``wanted``; ``a`` (M, N) and ``b`` (M, K) are ragged.
 
 A group without rows has a gradient of zeros.
 """
 
 
-class GroupedWgradAccumulateArgs(NamedTuple):
-    """Arguments of the op ``grouped_wgrad_accumulate_``."""
-
+class _GroupedWgradAccumulateArgs(NamedTuple):
     out: WrittenList
     operands: Pair
     split: Groups
@@ -317,20 +300,19 @@ class GroupedWgradAccumulateArgs(NamedTuple):
     overwrite: list[bool]
 
 
-def _accumulate_check(args: GroupedWgradAccumulateArgs) -> None:
+def _accumulate_check(args: _GroupedWgradAccumulateArgs) -> None:
     _check_wgrad("grouped_wgrad_accumulate_", args.operands, args.split, args.wanted)
 
 
-def _accumulate_fill(_: None, args: GroupedWgradAccumulateArgs) -> None:
-    with below_autograd():
-        pairs = _pairs("grouped_wgrad_accumulate_", args.operands, args.split)
-        for target, i, over in zip(args.out, args.wanted, args.overwrite, strict=True):
-            FILLS["gemm_accumulate_"](None, GemmAccumulateArgs(target, pairs[i], "NT", over))
+def _accumulate_fill(_: None, args: _GroupedWgradAccumulateArgs) -> None:
+    pairs = _pairs("grouped_wgrad_accumulate_", args.operands, args.split)
+    for target, i, over in zip(args.out, args.wanted, args.overwrite, strict=True):
+        FILLS["gemm_accumulate_"](None, GemmAccumulateArgs(target, pairs[i], "NT", over))
 
 
 GROUPED_WGRAD_ACCUMULATE = leaf_op(
     "grouped_wgrad_accumulate_",
-    GroupedWgradAccumulateArgs,
+    _GroupedWgradAccumulateArgs,
     "()",
     _accumulate_check,
     _accumulate_fill,
@@ -338,26 +320,24 @@ GROUPED_WGRAD_ACCUMULATE = leaf_op(
 """Add ``a_i.T @ b_i`` to ``out_j`` (N, K), or write it if ``overwrite``, for groups ``wanted``."""
 
 
-class PostponeGroupedWgradArgs(NamedTuple):
-    """Arguments of the op ``postpone_grouped_wgrad_``."""
-
+class _PostponeGroupedWgradArgs(NamedTuple):
     key: int
     operands: Pair
     split: Groups
 
 
-def _postpone_check(args: PostponeGroupedWgradArgs) -> None:
+def _postpone_check(args: _PostponeGroupedWgradArgs) -> None:
     _check_wgrad("postpone_grouped_wgrad_", args.operands, args.split)
 
 
-def _postpone_fill(_: None, args: PostponeGroupedWgradArgs) -> None:
+def _postpone_fill(_: None, args: _PostponeGroupedWgradArgs) -> None:
     pairs = _pairs("postpone_grouped_wgrad_", args.operands, args.split)
     for pair in pairs:
         postpone(args.key, pair)
 
 
 GROUPED_POSTPONE = leaf_op(
-    "postpone_grouped_wgrad_", PostponeGroupedWgradArgs, "()", _postpone_check, _postpone_fill
+    "postpone_grouped_wgrad_", _PostponeGroupedWgradArgs, "()", _postpone_check, _postpone_fill
 )
 """``postpone_wgrad_`` of each group, the first one first."""
 torch.fx.has_side_effect(GROUPED_POSTPONE)
@@ -366,27 +346,24 @@ torch.fx.has_side_effect(GROUPED_POSTPONE)
 # ---- bias
 
 
-class GroupedBiasGradArgs(NamedTuple):
-    """Arguments of the op ``grouped_bias_grad``."""
-
+class _GroupedBiasGradArgs(NamedTuple):
     dy: Tensor
     split: Groups
 
 
-def _bias_grad_alloc(args: GroupedBiasGradArgs) -> list[Tensor]:
+def _bias_grad_alloc(args: _GroupedBiasGradArgs) -> list[Tensor]:
     check_tensor("grouped_bias_grad", "dy", args.dy)
     args.split.check("grouped_bias_grad")
     return [empty(args.dy, args.dy.shape[-1:]) for _ in range(args.split.groups)]
 
 
-def _bias_grad_fill(outputs: list[Tensor], args: GroupedBiasGradArgs) -> None:
-    with below_autograd():
-        sizes = args.split.read("grouped_bias_grad")
-        for out, part in zip(outputs, args.dy.split(sizes), strict=True):
-            FILLS["bias_grad"](out, BiasGradArgs(part))
+def _bias_grad_fill(outputs: list[Tensor], args: _GroupedBiasGradArgs) -> None:
+    sizes = args.split.read("grouped_bias_grad")
+    for out, part in zip(outputs, args.dy.split(sizes), strict=True):
+        FILLS["bias_grad"](out, BiasGradArgs(part))
 
 
 GROUPED_BIAS_GRAD = leaf_op(
-    "grouped_bias_grad", GroupedBiasGradArgs, "Tensor[]", _bias_grad_alloc, _bias_grad_fill
+    "grouped_bias_grad", _GroupedBiasGradArgs, "Tensor[]", _bias_grad_alloc, _bias_grad_fill
 )
 """``bias_grad`` of each group's rows of ``dy`` (M, N)."""

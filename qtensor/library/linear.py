@@ -26,7 +26,7 @@ from qtensor.core.quantizer_registry import (
 )
 from qtensor.kernels.products.problem import Pair
 from qtensor.library.checks import check_seed
-from qtensor.library.define import FILLS, SymInt, below_autograd, empty, leaf_op
+from qtensor.library.define import FILLS, SymInt, empty, leaf_op
 from qtensor.library.gemm import GEMM, GemmArgs
 from qtensor.library.norm import BiasGradArgs
 from qtensor.library.quantize import QUANTIZE, QuantizeArgs, alloc_amax, check_input
@@ -154,16 +154,15 @@ def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
 
 def _forward_fill(outputs: list[Tensor], args: LinearForwardArgs) -> None:
     plan = forward_plan(args.plan)
-    with below_autograd():
-        operands: list[Operand] = []
-        saved = outputs[1:]
-        tensors = _inputs(args, plan)
-        ends = list(accumulate(len(t.kept_slots) for t in tensors))
-        amaxes = iter(saved[ends[-1] :])
-        for t, end in zip(tensors, ends, strict=True):
-            buffers = t.quantize(saved[end - len(t.kept_slots) : end], amaxes)
-            operands.append(t.operand(buffers, usage_part(t.quantizer, "rowwise")))
-        FILLS["gemm"](outputs[0], GemmArgs(Pair(*operands), "TN", plan.dtype, args.bias))
+    operands: list[Operand] = []
+    saved = outputs[1:]
+    tensors = _inputs(args, plan)
+    ends = list(accumulate(len(t.kept_slots) for t in tensors))
+    amaxes = iter(saved[ends[-1] :])
+    for t, end in zip(tensors, ends, strict=True):
+        buffers = t.quantize(saved[end - len(t.kept_slots) : end], amaxes)
+        operands.append(t.operand(buffers, usage_part(t.quantizer, "rowwise")))
+    FILLS["gemm"](outputs[0], GemmArgs(Pair(*operands), "TN", plan.dtype, args.bias))
 
 
 LINEAR_FORWARD = leaf_op(
@@ -232,18 +231,17 @@ def _kept_operands(args: LinearBackwardArgs) -> tuple[Operand, Operand]:
 
 def _backward_fill(outputs: list[Tensor], args: LinearBackwardArgs) -> None:
     plan = backward_plan(args.plan)
-    with below_autograd():
-        x, weight = _kept_operands(args)
-        dy = _Unquantized(args.dy, plan.quantizer, "", args.seed, args.scales, 2)
-        buffers, results = dy.quantize((), iter(outputs[-1:])), iter(outputs)
-        if weight.buffers:
-            left = dy.operand(buffers, usage_part(plan.quantizer, "rowwise"))
-            FILLS["gemm"](next(results), GemmArgs(Pair(left, weight), "NN", plan.dtype))
-        if x.buffers:
-            left = dy.operand(buffers, readable_part(plan.quantizer, "columnwise"))
-            FILLS["gemm"](next(results), GemmArgs(Pair(left, x), "NT", plan.weight_dtype))
-        if plan.bias:
-            FILLS["bias_grad"](next(results), BiasGradArgs(args.dy))
+    x, weight = _kept_operands(args)
+    dy = _Unquantized(args.dy, plan.quantizer, "", args.seed, args.scales, 2)
+    buffers, results = dy.quantize((), iter(outputs[-1:])), iter(outputs)
+    if weight.buffers:
+        left = dy.operand(buffers, usage_part(plan.quantizer, "rowwise"))
+        FILLS["gemm"](next(results), GemmArgs(Pair(left, weight), "NN", plan.dtype))
+    if x.buffers:
+        left = dy.operand(buffers, readable_part(plan.quantizer, "columnwise"))
+        FILLS["gemm"](next(results), GemmArgs(Pair(left, x), "NT", plan.weight_dtype))
+    if plan.bias:
+        FILLS["bias_grad"](next(results), BiasGradArgs(args.dy))
 
 
 LINEAR_BACKWARD = leaf_op(

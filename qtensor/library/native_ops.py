@@ -48,10 +48,9 @@ from qtensor.library.gemm import LAYOUTS, check_operands
 from qtensor.library.recomputation import may_run_again
 
 _MOST_TEXTS = 16384
-"""Texts of a kind that are described; C++ holds their descriptions as long as the process lives."""
-_QUANTIZERS: dict[str, CDescription] = {}
-_MADE: dict[tuple[Any, str], Any] = {}
-"""Twins and plans by the function that makes them and the text."""
+"""Texts that are described; C++ holds their descriptions as long as the process lives."""
+_MADE: dict[tuple[Callable[[str], Any], str], Any] = {}
+"""Descriptions, twins and plans by the function that makes them and the text."""
 _CPU = torch.device("cpu")
 _FEW_ROWS, _DECODE, _INTEGER = 1, 2, 4
 
@@ -59,28 +58,35 @@ _FEW_ROWS, _DECODE, _INTEGER = 1, 2, 4
 # ---- what C++ asks
 
 
-def _address(canonical: str) -> int | None:
-    """Return the address of the description of a canonical text; None for "".
+def _made(make: Callable[[str], Any], text: str) -> int:
+    """Return the address of what a function makes of a text.
 
     Raises:
-        QTensorError: C++ does not serve the format, or nothing has this text.
+        QTensorError: nothing has this text, C++ does not serve it, or there are too many.
     """
-    if not canonical:
-        return None
-    description = _QUANTIZERS.get(canonical)
+    key = make, text
+    if key not in _MADE:
+        if len(_MADE) >= _MOST_TEXTS:
+            raise QTensorError(text)
+        _MADE.setdefault(key, make(text))
+    return ctypes.addressof(_MADE[key])
+
+
+def _description(canonical: str) -> CDescription:
+    description = describe(parse(canonical))
     if description is None:
-        description = describe(parse(canonical)) if len(_QUANTIZERS) < _MOST_TEXTS else None
-        if description is None:
-            raise QTensorError(canonical)
-        description = _QUANTIZERS.setdefault(canonical, description)
-    return ctypes.addressof(description)
+        raise QTensorError(canonical)
+    return description
+
+
+def _address(canonical: str) -> int | None:
+    """Return the address of the description of a canonical text; None for ""."""
+    return _made(_description, canonical) if canonical else None
 
 
 def _twin(canonical: str) -> CTwin:
     quantizer = parse(canonical)
-    address = _address(quantizer.transpose_plan[0].canonical)
-    assert address is not None  # noqa: S101 - only "" has none
-    return describe_twin(quantizer, address)
+    return describe_twin(quantizer, _made(_description, quantizer.transpose_plan[0].canonical))
 
 
 def _planned(canonical: str, kept: str) -> CPlannedOperand:
@@ -121,25 +127,8 @@ def _row_format(text: str) -> CRowFormat:
     return describe_rows(form, None if form.element is None else _address(text))
 
 
-def _made(make: Callable[[str], Any], text: str) -> int | None:
-    key = make, text
-    if key not in _MADE:
-        if len(_MADE) >= _MOST_TEXTS:
-            return None
-        _MADE.setdefault(key, make(text))
-    return ctypes.addressof(_MADE[key])
-
-
-_KINDS: tuple[Callable[[str], int | None], ...] = (
-    _address,
-    functools.partial(_made, _twin),
-    functools.partial(_made, _forward_plan),
-    functools.partial(_made, _backward_plan),
-    functools.partial(_made, _row_format),
-)
-"""Functions that return the address of what a text means, in the order of `enum Kind` of
-register.cpp.
-"""
+_KINDS = _description, _twin, _forward_plan, _backward_plan, _row_format
+"""Functions that make what a text means, in the order of `enum Kind` of register.cpp."""
 
 
 @contextlib.contextmanager
@@ -159,7 +148,7 @@ def _no_exception() -> Iterator[None]:
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
 def _tell(kind: int, text: bytes) -> int | None:
     with _no_exception():
-        return _KINDS[kind](text.decode())
+        return _made(_KINDS[kind], text.decode())
     return None
 
 
@@ -300,9 +289,9 @@ def library() -> Any:
         return None
     try:
         # Only a process that computes needs the compiler cache.
-        from qtensor.kernels.cpu import prebuilt  # noqa: PLC0415
+        from qtensor.kernels.cpu import prebuilt, sources  # noqa: PLC0415
 
-        path = prebuilt.find_ops()
+        path = prebuilt.find_compiled(sources.ops_build_spec())
         if path is None:
             return None
         handle = ctypes.CDLL(str(path))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.core.errors import DtypeError, check, fail
 from qtensor.kernels import table
-from qtensor.library.define import below_autograd, empty, leaf_op
+from qtensor.library.define import empty, leaf_op
 from qtensor.library.quantize import INPUT_DTYPES
 from qtensor.reference.arithmetic import column_sums, write_
 from qtensor.reference.norm import KINDS, gain, matrix, norm_, norm_backward_
@@ -84,9 +84,8 @@ def _norm_fill(outputs: tuple[Tensor, Tensor, Tensor], args: NormArgs) -> None:
     settings = (args.kind, args.eps, args.zero_centered_gamma)
     if table.floats_("norm", args.x.device.type, outputs, args.x, args.weight, args.bias, settings):
         return
-    with below_autograd():
-        factor = gain(args.weight, args.zero_centered_gamma)
-        norm_(outputs, args.x, factor, args.bias, args.kind, args.eps)
+    factor = gain(args.weight, args.zero_centered_gamma)
+    norm_(outputs, args.x, factor, args.bias, args.kind, args.eps)
 
 
 _OUTPUTS = "(Tensor y, Tensor mean, Tensor rstd)"
@@ -98,9 +97,7 @@ the mean is (0,) for "rmsnorm".
 """
 
 
-class NormBackwardArgs(NamedTuple):
-    """Arguments of the op ``norm_backward``."""
-
+class _NormBackwardArgs(NamedTuple):
     dy: Tensor
     x: Tensor
     weight: Tensor | None
@@ -111,7 +108,7 @@ class NormBackwardArgs(NamedTuple):
     bias: bool
 
 
-def _norm_backward_alloc(args: NormBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
+def _norm_backward_alloc(args: _NormBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
     op = "norm_backward"
     check_norm(op, args.x, args.weight, None, args.kind, args.x.dtype)
     check_tensor(op, "dy", args.dy)
@@ -129,18 +126,17 @@ def _norm_backward_alloc(args: NormBackwardArgs) -> tuple[Tensor, Tensor, Tensor
     return empty(args.x), dweight, dbias
 
 
-def _norm_backward_fill(outputs: tuple[Tensor, Tensor, Tensor], args: NormBackwardArgs) -> None:
+def _norm_backward_fill(outputs: tuple[Tensor, Tensor, Tensor], args: _NormBackwardArgs) -> None:
     stats = (args.mean if args.kind == "layernorm" else None, args.rstd)
     arguments = (outputs, args.dy, args.x, args.weight, stats, args.zero_centered_gamma)
     if table.floats_("norm_backward", args.x.device.type, *arguments):
         return
-    with below_autograd():
-        norm_backward_(outputs, args.dy, args.x, gain(args.weight, args.zero_centered_gamma), stats)
+    norm_backward_(outputs, args.dy, args.x, gain(args.weight, args.zero_centered_gamma), stats)
 
 
 _GRADIENTS = "(Tensor dx, Tensor dweight, Tensor dbias)"
 NORM_BACKWARD = leaf_op(
-    "norm_backward", NormBackwardArgs, _GRADIENTS, _norm_backward_alloc, _norm_backward_fill
+    "norm_backward", _NormBackwardArgs, _GRADIENTS, _norm_backward_alloc, _norm_backward_fill
 )
 """Compute the gradients of ``norm``; absent gradients of weight and bias are (0,)."""
 
@@ -159,8 +155,7 @@ def _bias_grad_alloc(args: BiasGradArgs) -> Tensor:
 def _bias_grad_fill(out: Tensor, args: BiasGradArgs) -> None:
     if table.floats_("bias_grad", args.dy.device.type, out, args.dy):
         return
-    with below_autograd():
-        write_(out, column_sums(matrix(args.dy)))
+    write_(out, column_sums(matrix(args.dy)))
 
 
 BIAS_GRAD = leaf_op("bias_grad", BiasGradArgs, "Tensor", _bias_grad_alloc, _bias_grad_fill)

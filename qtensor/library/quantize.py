@@ -17,7 +17,7 @@ from qtensor.core.quantizer_registry import (
 )
 from qtensor.kernels import table
 from qtensor.library.checks import check_factors, check_one, check_seed
-from qtensor.library.define import Written, WrittenList, below_autograd, empty, leaf_op
+from qtensor.library.define import Written, WrittenList, empty, leaf_op
 from qtensor.reference.denormals import denormals_kept
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,22 +63,20 @@ def _quantize_alloc(args: QuantizeArgs) -> list[Tensor]:
     return [*alloc_outputs(quantizer, args.x), *alloc_amax(quantizer, args.x.device)]
 
 
-def _encode(buffers: list[Tensor], args: QuantizeArgs | QuantizeInPlaceArgs) -> None:
+def _encode(buffers: list[Tensor], args: QuantizeArgs | _QuantizeInPlaceArgs) -> None:
     """Write the buffers of ``args.x`` (..., K), and the amax (1,) if ``buffers`` ends with one."""
     quantizer, x = parse(args.quantizer), args.x
     if args.scale is not None or args.amax:
         check_factors("quantize", quantizer, x.shape, args.scale, args.amax)
     if table.quantize_(quantizer, buffers, x, args.scale, args.amax, args.seed):
         return
-    with below_autograd(), denormals_kept():
+    with denormals_kept():
         quantizer.encode_(by_name(quantizer, buffers), x, args.scale, args.amax, args.seed)
         if quantizer.returns_amax and len(buffers) > len(quantizer.slots):
             buffers[-1].copy_(quantizer.amax(x)[0])
 
 
-class QuantizeInPlaceArgs(NamedTuple):
-    """Arguments of the op ``quantize_``."""
-
+class _QuantizeInPlaceArgs(NamedTuple):
     x: Tensor
     quantizer: str
     out: WrittenList
@@ -88,13 +86,13 @@ class QuantizeInPlaceArgs(NamedTuple):
     noop_flag: Tensor | None = None
 
 
-def _quantize_inplace_check(args: QuantizeInPlaceArgs) -> None:
+def _quantize_inplace_check(args: _QuantizeInPlaceArgs) -> None:
     quantizer = parse(args.quantizer)
     check_input(args.x, quantizer.format)
     check_seed("quantize_", quantizer, args.seed)
 
 
-def _quantize_inplace_fill(_: None, args: QuantizeInPlaceArgs) -> None:
+def _quantize_inplace_fill(_: None, args: _QuantizeInPlaceArgs) -> None:
     quantizer = parse(args.quantizer)
     op, count = f"quantize_[{quantizer.format}]", len(quantizer.slots)
     check_buffers(op, quantizer, args.out[:count], args.x.shape)
@@ -115,56 +113,50 @@ def _quantize_inplace_fill(_: None, args: QuantizeInPlaceArgs) -> None:
         old.copy_(torch.where(args.noop_flag.reshape(()) != 0, old, new))
 
 
-class AmaxArgs(NamedTuple):
-    """Arguments of the op ``amax``."""
-
+class _AmaxArgs(NamedTuple):
     x: Tensor
     quantizer: str
 
 
-def _amax_alloc(args: AmaxArgs) -> list[Tensor]:
+def _amax_alloc(args: _AmaxArgs) -> list[Tensor]:
     quantizer = parse(args.quantizer)
     check_input(args.x, quantizer.format)
     shapes = quantizer.amax_shapes(args.x.shape)
     return [empty(args.x, shape, torch.float32) for shape in shapes]
 
 
-def _amax_fill(outputs: list[Tensor], args: AmaxArgs) -> None:
+def _amax_fill(outputs: list[Tensor], args: _AmaxArgs) -> None:
     if table.amax_(parse(args.quantizer), outputs, args.x):
         return
-    with below_autograd(), denormals_kept():
+    with denormals_kept():
         maxima = parse(args.quantizer).amax(args.x)
     for output, value in zip(outputs, maxima, strict=True):
         output.copy_(value)
 
 
-class RandomSeedArgs(NamedTuple):
-    """Arguments of the op ``random_seed``."""
-
+class _RandomSeedArgs(NamedTuple):
     like: Tensor
 
 
-def _random_seed_alloc(args: RandomSeedArgs) -> Tensor:
+def _random_seed_alloc(args: _RandomSeedArgs) -> Tensor:
     return empty(args.like, (1,), torch.int64)
 
 
-def _random_seed_fill(seed: Tensor, args: RandomSeedArgs) -> None:
+def _random_seed_fill(seed: Tensor, args: _RandomSeedArgs) -> None:
     seed.random_()
 
 
-class DrawSeedsArgs(NamedTuple):
-    """Arguments of the op ``draw_seeds_``."""
-
+class _DrawSeedsArgs(NamedTuple):
     like: Tensor
     draws: Written
     count: int  # type: ignore[assignment]  # shadows tuple.count
 
 
-def _draw_seeds_alloc(args: DrawSeedsArgs) -> Tensor:
+def _draw_seeds_alloc(args: _DrawSeedsArgs) -> Tensor:
     return empty(args.like, (args.count,), torch.int64)
 
 
-def _draw_seeds_fill(seeds: Tensor, args: DrawSeedsArgs) -> None:
+def _draw_seeds_fill(seeds: Tensor, args: _DrawSeedsArgs) -> None:
     seeds.random_()
     args.draws.data.add_(args.count)
 
@@ -173,22 +165,22 @@ QUANTIZE = leaf_op("quantize", QuantizeArgs, "Tensor[]", _quantize_alloc, _encod
 """Quantize ``x`` (..., K) to inner buffers in slot order, then the amax (1,) of delayed scaling."""
 
 QUANTIZE_ = leaf_op(
-    "quantize_", QuantizeInPlaceArgs, "()", _quantize_inplace_check, _quantize_inplace_fill
+    "quantize_", _QuantizeInPlaceArgs, "()", _quantize_inplace_check, _quantize_inplace_fill
 )
 """Quantize into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""
 
-AMAX = leaf_op("amax", AmaxArgs, "Tensor[]", _amax_alloc, _amax_fill)
+AMAX = leaf_op("amax", _AmaxArgs, "Tensor[]", _amax_alloc, _amax_fill)
 """Return the maxima of tensor-wide factors; a group may reduce them before ``quantize``."""
 
 _RANDOM = (torch.Tag.nondeterministic_seeded,)
 
 RANDOM_SEED = leaf_op(
-    "random_seed", RandomSeedArgs, "Tensor", _random_seed_alloc, _random_seed_fill, _RANDOM
+    "random_seed", _RandomSeedArgs, "Tensor", _random_seed_alloc, _random_seed_fill, _RANDOM
 )
 """Return a seed for stochastic rounding from the default generator of ``like``'s device."""
 
 DRAW_SEEDS = leaf_op(
-    "draw_seeds_", DrawSeedsArgs, "Tensor", _draw_seeds_alloc, _draw_seeds_fill, _RANDOM
+    "draw_seeds_", _DrawSeedsArgs, "Tensor", _draw_seeds_alloc, _draw_seeds_fill, _RANDOM
 )
 """Return seeds (count,) int64 for a layer that counts its draws in ``draws``, int64 (1,), CPU.
 

@@ -20,7 +20,7 @@ from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse
 from qtensor.kernels.products.problem import Pair
 from qtensor.kernels.products.scaled_recipes import CODES, GROUPED, RECIPES, swizzle_of
-from qtensor.library.define import FILLS, below_autograd, empty
+from qtensor.library.define import FILLS, empty
 from qtensor.library.gemm import GemmArgs
 
 if TYPE_CHECKING:
@@ -83,23 +83,22 @@ def allocate(args: ScaledGroupedArgs) -> Tensor:
 def fill(out: Tensor, args: ScaledGroupedArgs) -> None:
     """Write the product of each group, and zeros behind the last one."""
     a, b = args.operands
-    with below_autograd():
-        if out.is_cuda:
-            out.copy_(_by_torch(args))
-            return
-        along_k = len(a.shape) == len(b.shape) == 2
-        if args.offs is None:
-            sizes = [0] * a.shape[0]
-        else:
-            split = a.shape[-1] if along_k else a.shape[0] if len(a.shape) == 2 else b.shape[0]
-            sizes = _sizes(args.offs.tolist(), split)
-        lefts, rights = _pieces(a, sizes, along_k), _pieces(b, sizes, along_k)
-        for left, right, part in zip(lefts, rights, _parts(out, args, sizes), strict=True):
-            if part.numel():
-                result = part if part.is_contiguous() else empty(part)
-                FILLS["gemm"](result, GemmArgs(Pair(left, right), "TN", args.dtype))
-                if result is not part:
-                    part.copy_(result)
+    if out.is_cuda:
+        out.copy_(_by_torch(args))
+        return
+    along_k = len(a.shape) == len(b.shape) == 2
+    if args.offs is None:
+        sizes = [0] * a.shape[0]
+    else:
+        split = a.shape[-1] if along_k else a.shape[0] if len(a.shape) == 2 else b.shape[0]
+        sizes = _sizes(args.offs.tolist(), split)
+    lefts, rights = _pieces(a, sizes, along_k), _pieces(b, sizes, along_k)
+    for left, right, part in zip(lefts, rights, _parts(out, args, sizes), strict=True):
+        if part.numel():
+            result = part if part.is_contiguous() else empty(part)
+            FILLS["gemm"](result, GemmArgs(Pair(left, right), "TN", args.dtype))
+            if result is not part:
+                part.copy_(result)
 
 
 def _parts(out: Tensor, args: ScaledGroupedArgs, sizes: list[int]) -> Sequence[Tensor]:

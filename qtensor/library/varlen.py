@@ -12,7 +12,7 @@ from qtensor.core.errors import check
 from qtensor.core.row_format import row_format
 from qtensor.library.attention import ATTENTION
 from qtensor.library.cache import CacheSide, check_indices, check_shape, check_side
-from qtensor.library.define import SymInt, below_autograd, empty, leaf_op
+from qtensor.library.define import SymInt, empty, leaf_op
 
 
 class VarlenArgs(NamedTuple):
@@ -109,17 +109,16 @@ def _varlen_fill(out: Tensor, args: VarlenArgs) -> None:
     table = args.block_table
     if table is not None and args.seqused_k is not None:
         table = _used_pages(table, args.seqused_k, args.k.shape[1])
-    with below_autograd():
-        for i, (start, end) in enumerate(pairwise(starts)):
-            part = args.q[start:end].transpose(0, 1).unsqueeze(0)
-            used = None if args.seqused_k is None else args.seqused_k[i : i + 1].to(torch.int64)
-            sides, pages = (k, v), None if table is None else table[i : i + 1]
-            if ends is not None:
-                sides = (_tokens(k, ends[i], ends[i + 1]), _tokens(v, ends[i], ends[i + 1]))
-                if used is None:
-                    used = torch.tensor([ends[i + 1] - ends[i]], device=out.device)
-            result = _one(part, sides, used, pages, (args.scale, args.before, args.after))
-            out[start:end] = result[0].transpose(0, 1)
+    for i, (start, end) in enumerate(pairwise(starts)):
+        part = args.q[start:end].transpose(0, 1).unsqueeze(0)
+        used = None if args.seqused_k is None else args.seqused_k[i : i + 1].to(torch.int64)
+        sides, pages = (k, v), None if table is None else table[i : i + 1]
+        if ends is not None:
+            sides = (_tokens(k, ends[i], ends[i + 1]), _tokens(v, ends[i], ends[i + 1]))
+            if used is None:
+                used = torch.tensor([ends[i + 1] - ends[i]], device=out.device)
+        result = _one(part, sides, used, pages, (args.scale, args.before, args.after))
+        out[start:end] = result[0].transpose(0, 1)
 
 
 def _bounds(name: str, cumulative: Tensor, rows: int) -> list[int]:

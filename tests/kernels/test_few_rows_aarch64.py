@@ -66,7 +66,7 @@ def remote(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
         return linear_(weight, *rest, **options)
 
     monkeypatch.setattr(native, "linear_", sized)
-    monkeypatch.setattr(here, "linear", found.linear)
+    monkeypatch.setattr(here.handle, "qt_linear", found.linear)
     with loaded(here), left_to_python():
         yield found
     found.close()

@@ -57,7 +57,7 @@ def test_they_serve_without_a_compiler(package: Path, libraries: Path) -> None:
     assert path.parent == package
     assert native.Library(str(path)).handle
     assert qtensor.kernels.build() == path
-    assert prebuilt.find_ops() == package / "ops.so"
+    assert prebuilt.find_compiled(sources.ops_build_spec()) == package / "ops.so"
     assert not libraries.exists()
 
 

@@ -279,6 +279,15 @@ def grouped_gemm(case: FormatCase) -> Iterator[Sample]:
         yield (x, "", [33, 48], weights, name, shape, *call, "TN", torch.float32, None), {}
 
 
+def scaled_grouped_gemm(case: FormatCase) -> Iterator[Sample]:
+    q = case.quantizer()
+    if RECIPES.get(q.format) not in GROUPED:
+        return
+    a, b = (buffers_of(case, q, shape, 1) for shape in ((48, 64), (3, 32, 64)))
+    offs = torch.tensor([16, 16, 48], dtype=torch.int32)
+    yield (a, q.canonical, [48, 64], b, q.canonical, [3, 32, 64], offs, torch.bfloat16), {}
+
+
 def wgrad_operands(case: FormatCase, call: tuple[Any, ...]) -> tuple[Any, ...]:
     q = case.quantizer(columnwise=True)
     dy, x = (ragged(case, q, cols, *call[:2]) for cols in (32, 48))
@@ -370,6 +379,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::same_rows": same_rows,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
+    "qtensor::scaled_grouped_gemm": scaled_grouped_gemm,
     "qtensor::grouped_wgrad": grouped_wgrad,
     "qtensor::grouped_wgrad_accumulate_": grouped_wgrad_accumulate_,
     "qtensor::postpone_grouped_wgrad_": postpone_grouped_wgrad_,

@@ -16,6 +16,7 @@ from qtensor.core.errors import QTensorError
 from qtensor.core.row_format import RowFormat, row_format
 from qtensor.kernels.cpu.buffers import has_memory
 from qtensor.kernels.cpu.native import is_off
+from qtensor.kernels.cpu.structs import fields
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}
@@ -26,18 +27,14 @@ DOTS = -1
 same."""
 
 
-def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
 class StoredRows(ctypes.Structure):
     """`StoredRows` of calls.h: the buffers of keys or values, and how they are stored."""
 
     _fields_ = [
-        *_fields("codes factors", ctypes.c_void_p),
-        *_fields("outer head token factor_outer factor_head factor_token", ctypes.c_int64),
-        *_fields("element packed block factor_id stored", ctypes.c_int64),
-        *_fields("size factor_count pieces", ctypes.c_int64),
+        *fields("codes factors", ctypes.c_void_p),
+        *fields("outer head token factor_outer factor_head factor_token", ctypes.c_int64),
+        *fields("element packed block factor_id stored", ctypes.c_int64),
+        *fields("size factor_count pieces", ctypes.c_int64),
     ]
 
 
@@ -46,21 +43,21 @@ class AttentionCall(ctypes.Structure):
 
     _fields_ = [
         ("q", ctypes.c_void_p),
-        *_fields("q_dtype q_batch q_head q_query", ctypes.c_int64),
-        *_fields("out sums", ctypes.c_void_p),
-        *_fields("batch heads groups queries", ctypes.c_int64),
-        *_fields("k v", StoredRows),
+        *fields("q_dtype q_batch q_head q_query", ctypes.c_int64),
+        *fields("out sums", ctypes.c_void_p),
+        *fields("batch heads groups queries", ctypes.c_int64),
+        *fields("k v", StoredRows),
         ("table", ctypes.c_void_p),
-        *_fields("table_stride page pages capacity", ctypes.c_int64),
-        *_fields("lengths positions first", ctypes.c_void_p),
-        *_fields("causal window", ctypes.c_int64),
+        *fields("table_stride page pages capacity", ctypes.c_int64),
+        *fields("lengths positions first", ctypes.c_void_p),
+        *fields("causal window", ctypes.c_int64),
         ("mask", ctypes.c_void_p),
-        *_fields(
+        *fields(
             "mask_dtype mask_batch mask_head mask_query mask_token mask_tokens", ctypes.c_int64
         ),
         ("sinks", ctypes.c_void_p),
-        *_fields("sink_batch sink_head sink_query threads dots", ctypes.c_int64),
-        *_fields("pre cap post", ctypes.c_double),
+        *fields("sink_batch sink_head sink_query threads dots", ctypes.c_int64),
+        *fields("pre cap post", ctypes.c_double),
     ]
 
 
@@ -69,9 +66,9 @@ class AppendedRows(ctypes.Structure):
 
     _fields_ = [
         ("source", ctypes.c_void_p),
-        *_fields("source_stride width", ctypes.c_int64),
+        *fields("source_stride width", ctypes.c_int64),
         ("target", ctypes.c_void_p),
-        *_fields("outer head token", ctypes.c_int64),
+        *fields("outer head token", ctypes.c_int64),
     ]
 
 
@@ -79,8 +76,8 @@ class AppendCall(ctypes.Structure):
     """`AppendCall` of calls.h."""
 
     _fields_ = [
-        *_fields("positions table", ctypes.c_void_p),
-        *_fields("table_stride page pages capacity batch heads tokens count", ctypes.c_int64),
+        *fields("positions table", ctypes.c_void_p),
+        *fields("table_stride page pages capacity batch heads tokens count", ctypes.c_int64),
         ("rows", AppendedRows * 4),
     ]
 

@@ -15,7 +15,7 @@ from qtensor.core.formats import Slot
 from qtensor.core.row_format import RowFormat
 from qtensor.kernels.cpu.attention import stored_ids
 from qtensor.kernels.cpu.buffers import POSITION_OF, is_columnwise, position_of_row_factors
-from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer, refusal
+from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer, fields, refusal
 
 DTYPES = (
     torch.float32,
@@ -37,14 +37,14 @@ _MAX_SLOTS, _MAX_SLOT_DIMS = 10, 4
 class CDim(ctypes.Structure):
     """`struct Dim`."""
 
-    _fields_ = [(name, ctypes.c_int32) for name in ("axis", "per", "units", "pad")]
+    _fields_ = fields("axis per units pad", ctypes.c_int32)
 
 
 class CSlot(ctypes.Structure):
     """`struct Slot`."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("position", "dtype", "dims")),
+        *fields("position dtype dims", ctypes.c_int32),
         ("dim", CDim * _MAX_SLOT_DIMS),
     )
 
@@ -54,12 +54,9 @@ class CDescription(ctypes.Structure):
 
     _fields_ = (
         ("quantizer", CQuantizer),
-        ("slots", ctypes.c_int32),
-        ("needs_scale", ctypes.c_int32),
-        ("returns_amax", ctypes.c_int32),
-        ("stochastic", ctypes.c_int32),
-        ("per_tensor", ctypes.c_int32),
-        ("stores_global", ctypes.c_int32),
+        *fields(
+            "slots needs_scale returns_amax stochastic per_tensor stores_global", ctypes.c_int32
+        ),
         ("columnwise", ctypes.c_int32 * 3),
         ("rows_of_factors", ctypes.c_int32),
         ("slot", CSlot * _MAX_SLOTS),
@@ -128,7 +125,7 @@ def describe_twin(quantizer: Any, address: int) -> CTwin:
 class CPlannedOperand(ctypes.Structure):
     """`struct PlannedOperand`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("all", "part", "kept")]
+    _fields_ = fields("all part kept", ctypes.c_void_p)
 
 
 class CForwardPlan(ctypes.Structure):
@@ -141,8 +138,8 @@ class CBackwardPlan(ctypes.Structure):
     """`struct BackwardPlan`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("dy", "dy_rows", "dy_columns", "x", "weight")),
-        *((name, ctypes.c_int64) for name in ("dtype", "weight_dtype", "bias")),
+        *fields("dy dy_rows dy_columns x weight", ctypes.c_void_p),
+        *fields("dtype weight_dtype bias", ctypes.c_int64),
     )
 
 
@@ -168,8 +165,8 @@ class CProblem(ctypes.Structure):
     """`struct Problem`; a quantizer is the address of its description, or None."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("a", "b")),
-        *((name, ctypes.c_int64) for name in ("a_rows", "a_cols", "b_rows", "b_cols")),
-        *((name, ctypes.c_int64) for name in ("a_dtype", "b_dtype", "layout", "dtype")),
+        *fields("a b", ctypes.c_void_p),
+        *fields("a_rows a_cols b_rows b_cols", ctypes.c_int64),
+        *fields("a_dtype b_dtype layout dtype", ctypes.c_int64),
         ("bias_dtype", ctypes.c_int64),
     )

@@ -74,6 +74,14 @@ def _threads(count: int) -> int:
     return torch.get_num_threads() if count > native.ONE_THREAD else 1
 
 
+def _rows_call(x: Tensor, **fields: Any) -> tuple[NormCall, Tensor]:
+    """Return arguments about the rows of x, with more fields, and the tensor that they read."""
+    matrix, rows, cols, stride = _rows(x)
+    at, threads = matrix.data_ptr(), _threads(rows * cols)
+    call = NormCall(x=at, rows=rows, cols=cols, stride=stride, threads=threads, **fields)
+    return call, matrix
+
+
 def norm_call(
     outputs: tuple[Tensor | None, Tensor, Tensor],
     x: Tensor,
@@ -93,14 +101,10 @@ def norm_call(
     """
     y, mean, rstd = outputs
     kind, eps, zero_centered = settings
-    matrix, rows, cols, stride = _rows(x)
     weight, weight_at, weight_dtype = _vector(vectors[0])
     bias, bias_at, bias_dtype = _vector(vectors[1])
-    call = NormCall(
-        x=matrix.data_ptr(),
-        rows=rows,
-        cols=cols,
-        stride=stride,
+    call, matrix = _rows_call(
+        x,
         y=None if y is None else y.data_ptr(),
         weight=weight_at,
         bias=bias_at,
@@ -110,7 +114,6 @@ def norm_call(
         weight_dtype=weight_dtype,
         bias_dtype=bias_dtype,
         zero_centered=zero_centered,
-        threads=_threads(rows * cols),
         eps=eps,
     )
     return call, [matrix, weight, bias]
@@ -159,16 +162,12 @@ def norm_backward_(
     if rstd.dtype is not torch.float32 or (mean is not None and mean.dtype is not torch.float32):
         return False
     dx, dweight, dbias = outputs
-    matrix, rows, cols, stride = _rows(x)
     grad, _, _, grad_stride = _rows(dy)
     weight, weight_at, weight_dtype = _vector(weight)
     mean = None if mean is None else mean.contiguous()
     rstd = rstd.contiguous()
-    call = NormCall(
-        x=matrix.data_ptr(),
-        rows=rows,
-        cols=cols,
-        stride=stride,
+    call, _alive = _rows_call(
+        x,
         y=grad.data_ptr(),
         y_stride=grad_stride,
         weight=weight_at,
@@ -181,7 +180,6 @@ def norm_backward_(
         weight_dtype=weight_dtype,
         bias_dtype=native.DTYPES[dbias.dtype],
         zero_centered=zero_centered,
-        threads=_threads(rows * cols),
     )
     return bool(handle.qt_norm(ctypes.byref(call), native.DTYPES[x.dtype]) == 0)
 
@@ -191,15 +189,7 @@ def bias_grad_(out: Tensor, dy: Tensor) -> bool:
     handle = readable(dy)
     if handle is None or not dy.numel():
         return False
-    matrix, rows, cols, stride = _rows(dy)
-    call = NormCall(
-        x=matrix.data_ptr(),
-        rows=rows,
-        cols=cols,
-        stride=stride,
-        y=out.data_ptr(),
-        threads=_threads(rows * cols),
-    )
+    call, _alive = _rows_call(dy, y=out.data_ptr())
     return bool(handle.qt_sum_rows(ctypes.byref(call), native.DTYPES[dy.dtype]) == 0)
 
 

@@ -75,7 +75,7 @@ def integer_products_(a: Lines, b: Lines, length: int, bias: Tensor | None, out:
         out.data_ptr(),
         code,
     )
-    return bool(kernels.integer_products(packed) == 0)
+    return bool(kernels.handle.qt_integer_products(packed) == 0)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -18,20 +18,14 @@ class Library:
     """The loaded kernels.
 
     Attributes:
-        handle: the library, for its functions without an attribute of their own.
-        linear, integer_products, quantize, dequantize: functions of c_interface.cpp.
+        handle: the library, whose functions are those of c_interface.cpp and finish.cpp.
 
     Raises:
         OSError: the system cannot load the library, or it is not one of this version of qtensor.
     """
 
     def __init__(self, path: str) -> None:
-        handle = _opened(path, _ARGUMENTS)
-        self.handle = handle
-        self.linear = handle.qt_linear
-        self.integer_products = handle.qt_integer_products
-        self.quantize = handle.qt_quantize
-        self.dequantize = handle.qt_dequantize
+        self.handle = _opened(path, _ARGUMENTS)
 
 
 LISTENERS: list[Callable[[Library], None]] = []

@@ -68,11 +68,11 @@ def _found() -> Library | Pieces | str:
         return "switched off by QTENSOR_NATIVE=0"
     # Only a process that computes needs the compiler cache.
     from qtensor.kernels.cpu import pieces, prebuilt  # noqa: PLC0415
-    from qtensor.kernels.cpu.sources import choose_isa  # noqa: PLC0415
+    from qtensor.kernels.cpu.sources import build_spec, choose_isa  # noqa: PLC0415
 
     try:
         isa = choose_isa()
-        path = prebuilt.find_kernels(isa)
+        path = prebuilt.find_compiled(build_spec(isa))
         if path is None and pieces.in_background():
             return pieces.Pieces(isa)
         return serve(isa, path or prebuilt.provide(isa))
@@ -144,7 +144,7 @@ def quantize_(
             matrix = matrix.contiguous()
     factors = (scale, amax, seed)
     arguments = quantize_arguments(quantizer, buffers, x.shape, factors, matrix, x.dtype)
-    return arguments is not None and bool(kernels.quantize(arguments) == 0)
+    return arguments is not None and bool(kernels.handle.qt_quantize(arguments) == 0)
 
 
 def quantize_arguments(
@@ -264,7 +264,7 @@ def dequantize_(
     if out.numel() != count * layout.cols or not 0 <= part.first <= layout.rows - count:
         return False
     ask_for_large_pages(out)
-    status = kernels.dequantize(
+    status = kernels.handle.qt_dequantize(
         _DEQUANTIZE.pack(
             layout.address,
             out.data_ptr(),
@@ -339,7 +339,7 @@ def linear_(
     if isinstance(kernels, str) or pointers is None or not pointers[0]:
         return False
     count = x.numel() // layout.cols
-    status = kernels.linear(
+    status = kernels.handle.qt_linear(
         _LINEAR.pack(
             layout.address,
             x.data_ptr(),

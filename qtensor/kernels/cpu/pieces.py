@@ -52,7 +52,7 @@ class Pieces:
     """The functions of `loading.Library`, each compiled at its first call.
 
     Attributes:
-        handle: this object, for the functions over plain tensors.
+        handle: this object.
         successor: the library once it is compiled, or why there are no kernels; None before.
 
     Raises:
@@ -78,26 +78,26 @@ class Pieces:
     def _find_library(self) -> None:
         self._library = None
         with contextlib.suppress(QTensorError):
-            path = prebuilt.find_kernels(self._isa)
+            path = prebuilt.find_compiled(self._spec)
             if path is not None:
                 self.successor = loading.serve(self._isa, path)
 
     # ---- functions of c_interface.cpp
 
-    def quantize(self, packed: bytes) -> int:
-        """Run `qt_quantize`."""
+    def qt_quantize(self, packed: bytes) -> int:
+        """Run the function of this name."""
         return self._run(_piece_of("quantize", packed), "qt_quantize", packed)
 
-    def dequantize(self, packed: bytes) -> int:
-        """Run `qt_dequantize`."""
+    def qt_dequantize(self, packed: bytes) -> int:
+        """Run the function of this name."""
         return self._run(_piece_of("dequantize", packed), "qt_dequantize", packed)
 
-    def linear(self, packed: bytes) -> int:
-        """Run `qt_linear`."""
+    def qt_linear(self, packed: bytes) -> int:
+        """Run the function of this name."""
         return self._run(Piece("linear"), "qt_linear", packed)
 
-    def integer_products(self, packed: bytes) -> int:
-        """Run `qt_integer_products`."""
+    def qt_integer_products(self, packed: bytes) -> int:
+        """Run the function of this name."""
         return self._run(Piece("integer_products"), "qt_integer_products", packed)
 
     def qt_norm(self, call: Any, dtype: int) -> int:

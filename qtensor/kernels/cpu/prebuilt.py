@@ -49,27 +49,12 @@ def find(spec: BuildSpec) -> Path | None:
     return path if current else None
 
 
-def find_ops() -> Path | None:
-    """Return the library of C++ ops, or None if neither the package nor the cache has it.
-
-    This function compiles nothing, because it runs in the middle of a call.
+def find_compiled(spec: BuildSpec) -> Path | None:
+    """Return a library, or None if neither the package nor the cache has it; compile nothing.
 
     Raises:
         BuildError: the sources cannot be read.
     """
-    return _find_compiled(sources.ops_build_spec())
-
-
-def find_kernels(isa: str) -> Path | None:
-    """Return the kernels, or None if neither the package nor the cache has them.
-
-    Raises:
-        BuildError: the sources cannot be read.
-    """
-    return _find_compiled(sources.build_spec(isa))
-
-
-def _find_compiled(spec: BuildSpec) -> Path | None:
     return find(spec) or (build(spec) if is_built(spec) else None)
 
 

@@ -27,31 +27,21 @@ FORMATS = (
 """The formats that the kernels compute. Another format with equal fields may round differently."""
 
 
+def fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a struct that have one type."""
+    return [(name, kind) for name in names.split()]
+
+
 class CQuantizer(ctypes.Structure):
     """`struct CQuantizer` of structs.h, field by field."""
 
     _fields_ = (
-        ("abi", ctypes.c_int32),
-        ("family", ctypes.c_int32),
-        ("element", ctypes.c_int32),
-        ("codes", ctypes.c_int32),
-        ("bytes", ctypes.c_int32),
-        ("block", ctypes.c_int32),
-        ("square", ctypes.c_int32),
-        ("scale", ctypes.c_int32),
-        ("mode", ctypes.c_int32),
-        ("transposed", ctypes.c_int32),
-        ("swizzled", ctypes.c_int32),
-        ("pow2", ctypes.c_int32),
+        *fields("abi family element codes bytes block square scale mode", ctypes.c_int32),
+        *fields("transposed swizzled pow2", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
-        ("rotated", ctypes.c_int32),
-        ("signs", ctypes.c_int32),
-        ("stochastic", ctypes.c_int32),
-        ("row_scaled", ctypes.c_int32),
-        ("four_over_six", ctypes.c_int32),
-        ("squared_error", ctypes.c_int32),
-        ("e4m3_max", ctypes.c_float),
-        ("global_divisor", ctypes.c_float),
+        *fields("rotated signs stochastic row_scaled four_over_six", ctypes.c_int32),
+        *fields("squared_error", ctypes.c_int32),
+        *fields("e4m3_max global_divisor", ctypes.c_float),
     )
 
 
@@ -60,23 +50,11 @@ class NormCall(ctypes.Structure):
 
     _fields_ = (
         ("x", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
+        *fields("rows cols stride", ctypes.c_int64),
         ("y", ctypes.c_void_p),
         ("y_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("rstd", ctypes.c_void_p),
-        ("dx", ctypes.c_void_p),
-        ("dweight", ctypes.c_void_p),
-        ("dbias", ctypes.c_void_p),
-        ("y_dtype", ctypes.c_int32),
-        ("weight_dtype", ctypes.c_int32),
-        ("bias_dtype", ctypes.c_int32),
-        ("zero_centered", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
+        *fields("weight bias mean rstd dx dweight dbias", ctypes.c_void_p),
+        *fields("y_dtype weight_dtype bias_dtype zero_centered threads", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
 
@@ -85,20 +63,10 @@ class ActivationCall(ctypes.Structure):
     """`struct ActivationCall` of structs.h, field by field."""
 
     _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("dy", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("dy_stride", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("gated", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("alpha", ctypes.c_float),
-        ("limit", ctypes.c_float),
-        ("offset", ctypes.c_float),
-        ("bound", ctypes.c_float),
+        *fields("x dy out", ctypes.c_void_p),
+        *fields("rows cols stride dy_stride", ctypes.c_int64),
+        *fields("kind gated threads", ctypes.c_int32),
+        *fields("alpha limit offset bound", ctypes.c_float),
     )
 
 

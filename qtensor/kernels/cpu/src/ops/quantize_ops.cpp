@@ -14,28 +14,26 @@ void* Scratch::get(i64 bytes) {
 
 // ---- buffers
 
-static i64 bytes_of(const Slot& slot, const Shape& shape) { return shape.elements() * BYTES[slot.dtype]; }
-
-void allocate(const Description& d, const Shape& shape, Tensors& results, Addresses& addresses) {
+// Gives the buffers that have no address yet memory of `make(shape, dtype)`. Padding is zero.
+template <class Make>
+static void place(const Description& d, const Shape& shape, Addresses& addresses, Make make) {
     for (i32 i = 0; i < d.slots; i++) {
         const Slot& slot = d.slot[i];
+        void*& at = addresses.at[slot.position];
+        if (at) continue;
         const BufferShape buffer(slot, shape);
-        void* at = results.add(buffer.shape, slot.dtype);
-        if (buffer.padded) memset(at, 0, size_t(bytes_of(slot, buffer.shape)));
-        addresses.at[slot.position] = at;
+        at = make(buffer.shape, slot.dtype);
+        if (buffer.padded) memset(at, 0, size_t(buffer.shape.elements() * BYTES[slot.dtype]));
     }
 }
 
+void allocate(const Description& d, const Shape& shape, Tensors& results, Addresses& addresses) {
+    place(d, shape, addresses, [&](const Shape& size, i64 dtype) { return results.add(size, dtype); });
+}
+
 void complete(const Description& d, const Shape& shape, Scratch& scratch, Addresses& addresses) {
-    for (i32 i = 0; i < d.slots; i++) {
-        const Slot& slot = d.slot[i];
-        if (addresses.at[slot.position]) continue;
-        const BufferShape buffer(slot, shape);
-        const i64 bytes = bytes_of(slot, buffer.shape);
-        void* at = scratch.get(bytes);
-        if (buffer.padded) memset(at, 0, size_t(bytes));
-        addresses.at[slot.position] = at;
-    }
+    place(d, shape, addresses,
+          [&](const Shape& size, i64 dtype) { return scratch.get(size.elements() * BYTES[dtype]); });
 }
 
 // Returns whether a buffer has the shape of a slot's. A slice of rows may lack the padding behind the factors
