@@ -173,7 +173,7 @@ def repeat(codec: Any, row: Tensor, rows: int, buffers: list[Tensor]) -> None:
     pointers = native.addresses(site, buffers)
     assert pointers is not None
     call = (row.data_ptr(), 1, rows, ROW, 0, 1, *pointers, 0, 0, 0)
-    assert library.quantize(native._QUANTIZE.pack(site.address, *call)) == 0
+    assert library.handle.qt_quantize(native._QUANTIZE.pack(site.address, *call)) == 0
 
 
 def test_the_largest_dims_of_a_small_tensor() -> None:

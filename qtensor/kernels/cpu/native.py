@@ -68,14 +68,16 @@ def _found() -> Library | Pieces | str:
         return "switched off by QTENSOR_NATIVE=0"
     # Only a process that computes needs the compiler cache.
     from qtensor.kernels.cpu import pieces, prebuilt  # noqa: PLC0415
-    from qtensor.kernels.cpu.sources import build_spec, choose_isa  # noqa: PLC0415
+    from qtensor.kernels.cpu.sources import build_spec, choose_isa, ops_build_spec  # noqa: PLC0415
 
     try:
         isa = choose_isa()
         path = prebuilt.find_compiled(build_spec(isa))
         if path is None and pieces.in_background():
             return pieces.Pieces(isa)
-        return serve(isa, path or prebuilt.provide(isa))
+        if path is None or prebuilt.find_compiled(ops_build_spec()) is None:
+            path = pieces.complete(isa, path)
+        return serve(isa, path)
     except (QTensorError, OSError) as error:
         return do_without(str(error))
 

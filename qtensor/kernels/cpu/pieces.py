@@ -48,6 +48,20 @@ def in_background() -> bool:
     return allowed and bool(sys.executable) and not frozen and hasattr(os, "fork")
 
 
+def complete(isa: str, kernels: Path | None) -> Path:
+    """Return the kernels, and build what is missing: all, or the C++ ops of other sources.
+
+    Raises:
+        BuildError: there are no kernels, and they cannot be built.
+    """
+    if kernels is None or not in_background():
+        return prebuilt.provide(isa)
+    with contextlib.suppress(QTensorError):  # Without a compiler, Python serves the ops.
+        sources.ops_build_spec().find_compiler()
+        _start_build(isa)
+    return kernels
+
+
 class Pieces:
     """The functions of `loading.Library`, each compiled at its first call.
 
