@@ -280,12 +280,12 @@ def grouped_gemm(case: FormatCase) -> Iterator[Sample]:
 
 
 def scaled_grouped_gemm(case: FormatCase) -> Iterator[Sample]:
-    q = case.quantizer()
-    if RECIPES.get(q.format) not in GROUPED:
-        return
-    a, b = (buffers_of(case, q, shape, 1) for shape in ((48, 64), (3, 32, 64)))
+    q = qtensor.quantizer("fp8_rowwise")
+    rows, stack = (q(ordinary(s, torch.float32)).buffers() for s in ((48, 64), (3, 32, 64)))
     offs = torch.tensor([16, 16, 48], dtype=torch.int32)
-    yield (a, q.canonical, [48, 64], b, q.canonical, [3, 32, 64], offs, torch.bfloat16), {}
+    right = stack, q.canonical, [3, 32, 64]
+    yield (rows, q.canonical, [48, 64], *right, offs, torch.bfloat16), {}
+    yield (*right, *right, None, torch.float32), {}
 
 
 def wgrad_operands(case: FormatCase, call: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -409,6 +409,7 @@ WITHOUT_FORMAT = {
     f"qtensor::{name}"
     for name in (
         *ATTENTION_OPS,
+        "scaled_grouped_gemm",
         "norm",
         "norm_backward",
         "bias_grad",
