@@ -285,7 +285,6 @@ def scaled_grouped_gemm(case: FormatCase) -> Iterator[Sample]:
     offs = torch.tensor([16, 16, 48], dtype=torch.int32)
     right = stack, q.canonical, [3, 32, 64]
     yield (rows, q.canonical, [48, 64], *right, offs, torch.bfloat16), {}
-    yield (*right, *right, None, torch.float32), {}
 
 
 def wgrad_operands(case: FormatCase, call: tuple[Any, ...]) -> tuple[Any, ...]:
