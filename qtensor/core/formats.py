@@ -19,12 +19,19 @@ if TYPE_CHECKING:
 PLAIN, SWIZZLED = "plain", "swizzled_32_4_4"
 """Scale layouts: rows of factors, or the 128x4 tiles that block-scaled GEMMs read."""
 
+ENDINGS = {"codes": ("_data", "_transpose"), "factors": ("_scale_inv",)}
+"""How the names of buffers end that hold element codes, or a factor of each block."""
+
 Usage = Literal["rowwise", "columnwise", "both"]
 
 
 @dataclass(frozen=True)
 class Element:
-    """Describe a narrow float: exponent and mantissa bits, and the largest finite magnitude."""
+    """Describe a narrow float or integer: its bits, and the largest finite magnitude.
+
+    An element without exponent bits is an integer, in two's complement if it is signed:
+    ``Element("int4", 0, 3, max=7)``, ``Element("uint4", 0, 4, max=15, signed=False)``.
+    """
 
     name: str
     exponent_bits: int
@@ -33,16 +40,22 @@ class Element:
     """Largest finite magnitude."""
     dtype: torch.dtype | None = None
     """The torch dtype with these codes, or None."""
+    signed: bool = True
+
+    @property
+    def is_integer(self) -> bool:
+        """Return True if the codes are integers."""
+        return self.exponent_bits == 0
 
     @property
     def bits(self) -> int:
         """Return the width of a code in bits, the sign included."""
-        return 1 + self.exponent_bits + self.mantissa_bits
+        return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
         """Return the exponent of the smallest normal number, ``1 - bias``."""
-        return 2 - (1 << (self.exponent_bits - 1))
+        return 0 if self.is_integer else 2 - (1 << (self.exponent_bits - 1))
 
     @property
     def max_exponent(self) -> int:
@@ -136,6 +149,14 @@ class Slot:
     """True if the buffer has the logical shape."""
     padded: bool
     """True if the buffer can have padding, which must be zero."""
+
+    @property
+    def holds(self) -> Literal["codes", "factors", "other"]:
+        """Return what the buffer holds, by the end of its name (``ENDINGS``)."""
+        if self.name.endswith(ENDINGS["codes"]):
+            return "codes"
+        is_factor = self.name.endswith(ENDINGS["factors"])
+        return "factors" if is_factor and "_global_" not in self.name else "other"
 
 
 def resolve_slots(spec: FormatSpec, options: QuantizerLike) -> tuple[Slot, ...]:

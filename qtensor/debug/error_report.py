@@ -12,12 +12,9 @@ from torch import Tensor
 from qtensor.api import quantizer_of
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.errors import DtypeError, check
-from qtensor.core.formats import Dim, Element
 from qtensor.reference.blocks import to_blocks
-from qtensor.reference.elements import code_values
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.origin import FRESH
-from qtensor.storage.rebuild import with_buffers
+from qtensor.storage.numbers import factors_of_elements
 
 WORST = 5
 CHUNK = 1 << 18
@@ -212,7 +209,7 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     source = (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x).detach()
     source = source.reshape(rows, cols)
     decoded = q.dequantize(torch.float32).detach().reshape(rows, cols)
-    factor = decode_factors(q).reshape(rows, cols)
+    factor = factors_of_elements(q).reshape(rows, cols)
     block = quantizer.value_block or (1, max(cols, 1))
     sums, worst = RunningErrors(), _Worst(block)
     # Small chunks stay in cache; full-size float64 temporaries cost more than the arithmetic.
@@ -237,43 +234,6 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
         scale_max=sums.scale_max if sums.scale_max > -math.inf else math.nan,
         worst_blocks=worst.report(),
     )
-
-
-def decode_factors(q: QuantizedTensorStorage) -> Tensor:
-    """Return the product of all factors of each element: the decoded value of code 1.0.
-
-    It is float32, of the logical shape; NaN for rotated data.
-    """
-    quantizer = quantizer_of(q)
-    buffers = []
-    for slot, buffer in zip(quantizer.slots, q.buffers(), strict=True):
-        is_codes = slot.name.endswith(("_data", "_transpose"))
-        ones = _fill_with_ones(buffer, slot.dims, quantizer.element) if is_codes else buffer
-        buffers.append(ones)
-    if not quantizer.factors_are_local:
-        # The factors apply before the inverse rotation, which mixes elements.
-        return torch.full(q.shape, math.nan, dtype=torch.float32, device=q.device)
-    return with_buffers(q, buffers, origin=FRESH).dequantize(torch.float32)
-
-
-def _fill_with_ones(buffer: Tensor, dims: tuple[Dim, ...], element: Element) -> Tensor:
-    """Return a buffer of codes of 1.0, of the shape and packing of ``buffer``."""
-    one = code_values(element).index(1.0)
-    packed = next((i for i, d in enumerate(dims) if d.units == 3), None)
-    if packed is not None:
-        word = one | one << 6 | one << 12 | one << 18
-        pattern = torch.tensor(
-            [word & 0xFF, word >> 8 & 0xFF, word >> 16], dtype=torch.uint8, device=buffer.device
-        )
-        along = 0 if packed == 0 else buffer.ndim - 1
-        tiled = pattern.repeat(buffer.shape[along] // 3)
-        return (
-            (tiled[:, None] if along == 0 and buffer.ndim > 1 else tiled)
-            .expand(buffer.shape)
-            .contiguous()
-        )
-    halves = any(d.per > 1 for d in dims)
-    return torch.full_like(buffer, one | one << 4 if halves else one)
 
 
 def decibel(signal: float, noise: float) -> float:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qtensor.core.buffer_shapes import rows_cols
-from qtensor.debug.error_report import ChunkErrors, compare_chunk, decibel, decode_factors
+from qtensor.debug.error_report import ChunkErrors, compare_chunk, decibel
 from qtensor.quantizers import Quantizer
 from qtensor.reference.blocks import to_blocks
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.numbers import factors_of_elements
 
 OUTLIER = 10.0
 """A column is an outlier channel if its maximum is above this multiple of the median column's.
@@ -146,7 +147,7 @@ def _vector(x: Tensor | None, q: Any, before: Columns | None) -> tuple[Tensor, C
     decoded = factor = None
     if q is not None:
         decoded = values if x is None else q.dequantize(torch.float32).detach().reshape(rows, cols)
-        factor = decode_factors(q).reshape(rows, cols)
+        factor = factors_of_elements(q).reshape(rows, cols)
     block = (1, max(cols, 1)) if q is None else q._quantizer.value_block or (1, max(cols, 1))
     sums = _Sums(cols, values)
     limit = _CHUNK_ON_CPU if values.device.type == "cpu" else _CHUNK

@@ -12,10 +12,10 @@ from torch import Tensor
 from qtensor.api import quantizer_of
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, check, fail
-from qtensor.core.formats import Dim, Element
-from qtensor.debug.error_report import decode_factors
-from qtensor.reference.elements import code_values, unpack_pairs, unpack_quads
+from qtensor.core.formats import Element
+from qtensor.reference.elements import code_values
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.numbers import factors_of_elements
 
 OP = "debug.show"
 _ROWS, _COLS = 4, 16
@@ -102,9 +102,12 @@ class View:
         word = f"{code:0{element.bits}b}"
         split = 1 + element.exponent_bits
         value, factor = code_values(element)[code], self.factors[i][j]
+        meaning = f"sign {word[0]}, exponent {word[1:split]}, mantissa {word[split:] or '-'}"
+        if element.is_integer:
+            kind = "two's complement" if element.signed else "unsigned"
+            meaning = f"{kind} {word}"
         return (
-            f"[{row}, {col}] {element.name} code 0x{code:x}: sign {word[0]}, exponent "
-            f"{word[1:split]}, mantissa {word[split:] or '-'} -> {value:g}; "
+            f"[{row}, {col}] {element.name} code 0x{code:x}: {meaning} -> {value:g}; "
             f"factor {factor:.9g}, value {self.values[i][j]:.9g}"
         )
 
@@ -194,9 +197,9 @@ def show(
         rows=row_range,
         cols=col_range,
         block=block,
-        codes=codes_of(shown)[at].tolist(),
+        codes=shown.codes().reshape(shape)[at].tolist(),
         values=shown.dequantize(torch.float32).detach().reshape(shape)[at].tolist(),
-        factors=decode_factors(shown).reshape(shape)[at].tolist(),
+        factors=factors_of_elements(shown).reshape(shape)[at].tolist(),
         bits=chosen,
         originals=originals,
     )
@@ -239,36 +242,3 @@ def _rows_of(q: QuantizedTensorStorage, rows: range) -> tuple[Any, int]:
     except UnsupportedError:
         # The format cannot be sliced there, for example because it stores columns.
         return q, 0
-
-
-def codes_of(q: QuantizedTensorStorage) -> Tensor:
-    """Return the codes of a quantized tensor, uint8 (M, K), one a byte.
-
-    They are those that ``dequantize`` reads.
-    """
-    quantizer = quantizer_of(q)
-    rows, cols = rows_cols(q.shape)
-    side = quantizer.side()
-    names = {f"{side}_data", "_transpose" if side == "_columnwise" else "_data"}
-    slot = next(slot for slot in quantizer.slots if slot.name in names)
-    codes = getattr(q, slot.name).detach().view(torch.uint8)
-    axes = [dim.axis for dim in slot.dims]
-    transposed = axes[0] == "k"
-    # (rows, K), (K, rows), or one of them with several codes in some bytes.
-    codes = codes.reshape(codes.shape[0], -1) if transposed else _flat(codes, slot.dims)
-    packed = next((i for i, dim in enumerate(slot.dims) if dim.per > 1), None)
-    if packed is not None:
-        along_first = packed == 0
-        count = rows if slot.dims[packed].axis == "m" else cols
-        unpack = unpack_quads if slot.dims[packed].units == 3 else unpack_pairs
-        codes = unpack(codes.t() if along_first else codes, count)
-        codes = codes.t() if along_first else codes
-    codes = codes.t() if transposed else codes
-    return codes[:rows, :cols]
-
-
-def _flat(codes: Tensor, dims: tuple[Dim, ...]) -> Tensor:
-    """Return a buffer as a matrix: leading dims are rows."""
-    if codes.ndim == 0:
-        return codes.reshape(1, 1)
-    return codes if dims[0].axis != "lead" else codes.reshape(-1, codes.shape[-1])

@@ -258,6 +258,18 @@ class Quantizer(FormatMethods):
         """Return arguments that make the quantize op use the tensor-wide factors of ``buffers``."""
         return {}
 
+    def second_factor(self, buffers: dict[str, Tensor], side: str) -> Tensor | None:
+        """Return the tensor-wide decode factors that multiply those of blocks; None without them.
+
+        Args:
+            buffers: by name.
+            side: ``"_rowwise"`` or ``"_columnwise"``.
+
+        Returns:
+            float32, (1,) or one for each row of that side.
+        """
+        return None
+
     def is_requantization_safe(self) -> bool:
         """Return True if quantizing the same data again gives the same bytes.
 

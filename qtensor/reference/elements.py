@@ -28,9 +28,13 @@ def encode_fp8_(out: Tensor, values: Tensor, element: Element) -> None:
 @functools.cache
 def code_values(element: Element) -> tuple[float, ...]:
     """Return the value of every code of an element, indexed by code."""
-    if element.dtype is not None:
+    if element.dtype is not None and not element.is_integer:
         codes = torch.arange(256, dtype=torch.uint8, device="cpu")
         return tuple(codes.view(element.dtype).to(torch.float32).tolist())
+    if element.is_integer:
+        count = 1 << element.bits
+        first_negative = count // 2 if element.signed else count
+        return tuple(float(c - count * (c >= first_negative)) for c in range(count))
     magnitudes = []
     for code in range(1 << (element.bits - 1)):
         exponent, mantissa = divmod(code, 1 << element.mantissa_bits)

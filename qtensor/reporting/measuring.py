@@ -24,12 +24,13 @@ from qtensor.checkpoints.conversion.rows import (
 )
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.formats import Element
-from qtensor.debug.error_report import RunningErrors, decibel, decode_factors
+from qtensor.debug.error_report import RunningErrors, decibel
 from qtensor.debug.statistics import OUTLIER
-from qtensor.debug.viewer import View, codes_of, show
+from qtensor.debug.viewer import View, show
 from qtensor.quantizers import Quantizer
 from qtensor.reference.blocks import to_blocks
 from qtensor.reference.elements import code_values
+from qtensor.storage.numbers import factors_of_elements
 from qtensor.storage.tensor import QuantizedTensor
 
 _SHOWN_ROWS, _SHOWN_COLS = 2, 32
@@ -205,7 +206,7 @@ def measure(tensor: Tensor, original: Tensor | None) -> Measured:
         factors = None
         if quantizer is not None:
             decoded = part.tensor.dequantize(torch.float32).detach().reshape(-1, cols)
-            factors = decode_factors(part.tensor).reshape(-1, cols)
+            factors = factors_of_elements(part.tensor).reshape(-1, cols)
         decoded = decoded.float()
         _add_values(found, decoded, column_max)
         if part.original is not None:
@@ -267,7 +268,7 @@ def _add_codes(
 ) -> None:
     """Count the codes, factors and blocks of some rows."""
     size = codes.counts.numel()
-    counted = torch.bincount(codes_of(part).reshape(-1).int(), minlength=size)
+    counted = torch.bincount(part.codes().reshape(-1).int(), minlength=size)
     codes.counts += counted.cpu()
     used = to_blocks(decoded != 0, *block).any(3).any(1)
     codes.blocks += used.numel()

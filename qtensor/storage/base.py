@@ -15,6 +15,7 @@ from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.core.formats import FormatSpec
 from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.library.dequantize import DEQUANTIZE, refuse_dtype
+from qtensor.storage.numbers import Numbers, text_of_first_values
 from qtensor.storage.origin import FRESH, Origin
 from qtensor.storage.rebuild import FROM_PARTS, of_parts, set_origin, wrap
 from qtensor.storage.registry import lookup, register
@@ -45,7 +46,7 @@ class SavedLayout:
     origin: Origin
 
 
-class QuantizedTensorStorage:
+class QuantizedTensorStorage(Numbers):
     """Hold inner buffers, the logical shape, the nominal dtype and the quantizer.
 
     The quantizer's usages decide which buffers exist; the others are None.
@@ -98,7 +99,7 @@ class QuantizedTensorStorage:
         return [getattr(self, slot.name) for slot in self._quantizer.slots]
 
     def _repr_html_(self) -> str:
-        """Return a table of the buffers, for notebooks; it reads no data.
+        """Return the repr and a table of the buffers, for notebooks.
 
         ``qtensor.debug.show`` shows the values.
         """
@@ -410,14 +411,18 @@ def refuse_buffers(
 
 
 def describe(storage: QuantizedTensorStorage) -> str:
-    """Return a repr made from metadata alone, so that it never waits for a device."""
-    quantizer = storage._quantizer
+    """Return a repr: metadata, and the first values of a tensor in the memory of the CPU.
+
+    It never waits for a device.
+    """
+    quantizer, values = storage._quantizer, text_of_first_values(storage)
     metadata = f"shape={tuple(storage.shape)}, dtype={storage.dtype}"
-    return f"{type(storage).__name__}({metadata}, quantizer={quantizer.canonical!r})"
+    shown = f"{metadata}, quantizer={quantizer.canonical!r}"
+    return f"{type(storage).__name__}({shown}{f', values={values}' * bool(values)})"
 
 
 def describe_html(storage: QuantizedTensorStorage) -> str:
-    """Return the metadata of a tensor and of its buffers as HTML, without reading data."""
+    """Return the repr of a tensor and the metadata of its buffers as HTML."""
     # Only notebooks need it.
     import html  # noqa: PLC0415
 

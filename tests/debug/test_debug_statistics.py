@@ -9,7 +9,7 @@ import torch
 from formats import FORMATS
 
 from qtensor.debug import statistics
-from qtensor.debug.error_report import decode_factors
+from qtensor.storage.numbers import factors_of_elements
 
 ROWS, COLUMNS = 160, 256
 
@@ -41,7 +41,7 @@ def test_definitions(case, kind, monkeypatch):
     assert found.signal == pytest.approx(clean.square().sum().item(), rel=1e-12)
     assert found.noise == pytest.approx(error.square().sum().item(), rel=1e-12)
     assert found.flushed == ((clean != 0) & (decoded == 0)).sum()
-    factor = decode_factors(q).double()
+    factor = factors_of_elements(q).double()
     # The factor itself is rounded: a value within that rounding is not saturated.
     bound = factor * quantizer.element.max * (1 + 2.0**-20)
     assert found.saturated == (high.abs() > bound).sum()

@@ -10,7 +10,7 @@ import torch
 from formats import USAGES, FormatCase, assert_same_bytes, formats
 
 import qtensor
-from qtensor.debug.error_report import decode_factors
+from qtensor.storage.numbers import factors_of_elements
 
 SHAPES = [(), (1,), (33,), (3, 7), (2, 3, 40), (130, 7), (0, 5), (5, 0)]
 
@@ -146,14 +146,12 @@ def test_nothing_to_compare_is_no_success(case: FormatCase) -> None:
 
 @formats
 def test_factors_times_codes_are_the_values(case: FormatCase) -> None:
-    """``decode_factors`` is what a code of 1.0 would decode to: every value over it is a value of
-    the element.
-    """
+    """A factor is what a code of 1.0 decodes to: every value over it is a value of the element."""
     element = case.quantizer().element
     x = torch.randn(33, 40)
     for rowwise, columnwise in USAGES:
         q = case.quantize(x, rowwise=rowwise, columnwise=columnwise)
-        units = (q.dequantize(torch.float64) / decode_factors(q).double()).abs()
+        units = (q.dequantize(torch.float64) / factors_of_elements(q).double()).abs()
         significand, _ = torch.frexp(units)
         steps = significand * 2.0 ** (element.mantissa_bits + 1)
         # A float32 product of code and factor is off by 2^-24 at most.

@@ -15,7 +15,6 @@ from torch import nn
 
 import qtensor
 from qtensor import checkpoints
-from qtensor.debug.viewer import codes_of
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
 EVIL = "a.0.<script>alert(1)</script>\"'&.weight"
@@ -42,7 +41,7 @@ def test_numbers_agree_with_the_error_report(case: FormatCase) -> None:
     assert found.codes is not None
     assert torch.equal(
         found.codes.counts,
-        torch.bincount(codes_of(q).flatten().int(), minlength=found.codes.counts.numel()),
+        torch.bincount(q.codes().flatten().int(), minlength=found.codes.counts.numel()),
     )
 
 

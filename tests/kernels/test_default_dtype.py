@@ -12,9 +12,9 @@ from checkpoint_cases import READ
 import qtensor
 from qtensor.checkpoints import arithmetic
 from qtensor.cutlass_gemm import autotune, tuning
-from qtensor.debug.error_report import decode_factors
 from qtensor.kernels.cpu import native
 from qtensor.kernels.products import dot_products
+from qtensor.storage.numbers import factors_of_elements
 from tests.checkpoints import test_checkpoints_examples as examples
 
 
@@ -69,7 +69,7 @@ def test_the_factors_of_rotated_data(other_default: torch.dtype) -> None:
         rowwise=False,
         columnwise=True,
     )
-    assert decode_factors(rotated).dtype is torch.float32
+    assert factors_of_elements(rotated).dtype is torch.float32
 
 
 def test_factors_for_a_measured_kernel(other_default: torch.dtype) -> None:

@@ -1,7 +1,8 @@
-"""T34, A42: repr says class, shape, dtype, quantizer; never raises, reads no data, stays short."""
+"""repr says class, shape, dtype, quantizer and first values; it never raises and stays short."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ class NoOps(TorchDispatchMode):
 
 @layouts
 @usages
-def test_repr_is_metadata_alone(
+def test_repr_calls_no_op_that_a_mode_sees(
     case: FormatCase, options: dict, rowwise: bool, columnwise: bool
 ) -> None:
     q = case.quantize(rand(33, 130), rowwise=rowwise, columnwise=columnwise, **options)
@@ -71,3 +72,34 @@ def test_repr_of_containers(case: FormatCase) -> None:
     assert q.quantizer.canonical in repr(list(module.named_parameters()))
     assert len(repr(q.quantizer)) < 2 * LIMIT
     assert repr(nn.ParameterList([module.weight]))
+
+
+def shown(q: Any) -> list[float]:
+    found = re.search(r", values=\[([^]]*)\]\)$", repr(q))
+    return [] if found is None else [float(word) for word in found[1].split(", ") if word != "..."]
+
+
+@layouts
+@usages
+def test_repr_shows_the_first_values(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool
+) -> None:
+    for shape in ((33, 130), (300, 130), (2, 3, 40), (5,), ()):
+        q = case.quantize(rand(*shape), rowwise=rowwise, columnwise=columnwise, **options)
+        wanted = q.dequantize().flatten()[:6]
+        assert shown(q) == [float(f"{value:.4g}") for value in wanted.tolist()]
+        assert ("...]" in repr(q)) == (q.numel() > 6)
+        bare = q.quantizer.assemble(q.buffers(), q.shape, q.dtype, bare=True)
+        assert shown(bare) == shown(q)
+
+
+@formats
+def test_repr_without_values(case: FormatCase) -> None:
+    """A device is not waited for, and memory that is gone is not read."""
+    q = case.quantize(rand(8, 64))
+    assert shown(q)
+    assert shown(q.to("meta")) == []
+    q.buffers()[0].untyped_storage().resize_(0)
+    assert shown(q) == []
+    with FakeTensorMode():
+        assert shown(case.quantizer().make_empty((33, 130))) == []

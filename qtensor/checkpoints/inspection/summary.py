@@ -26,8 +26,8 @@ from qtensor.checkpoints.conversion.rows import (
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.modes import in_memory
 from qtensor.core.buffer_shapes import rows_cols
-from qtensor.debug.error_report import decode_factors
 from qtensor.debug.viewer import Region, View, show
+from qtensor.storage.numbers import factors_of_elements
 from qtensor.storage.tensor import QuantizedTensor
 
 BLOCKS = 2
@@ -322,7 +322,7 @@ def _blocks(tensor: Tensor) -> Iterator[Block]:
     row = quantizer.assemble([part.contiguous() for part in parts], (some[1], cols), tensor.dtype)
     width = min((quantizer.value_block or (1, cols))[1], cols)
     values = row.dequantize(torch.float32)[0]
-    factors = decode_factors(row).reshape(-1)
+    factors = factors_of_elements(row).reshape(-1)
     data = parts[0][0]
     for start in range(0, min(BLOCKS * width, cols), width):
         stop = min(start + min(width, SHOWN), cols)
