@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 import qtensor
 from qtensor import QTensorError, QuantizedTensor
 from qtensor.storage.ops.decoded import DEQUANTIZE_OPS, IN_PLACE_OPS
+from qtensor.storage.ops.part_values import PartValues
 from qtensor.storage.ops.table import COMPUTE, PRESERVE
 
 DOCUMENT = Path(__file__).parent / "op_matrix.md"
@@ -103,7 +104,10 @@ BOUNDS = OpClass(
     "Exact or an error: calls that depend on where blocks lie",
     "A part cannot be cut out if it shares a factor, or a byte of codes, with its neighbours. The "
     "call then raises a `QTensorError` that names the rule and the multiple. It never rounds "
-    "again. Single elements, masks and an `expand` to more rows give plain values. `linear` and "
+    "again. Single elements, masks and an `expand` to more rows give plain values. So do Python "
+    "indices (integers, slices, `None`, `...`) that cut blocks, if they name one row, one column "
+    "or a piece of it, or at most 256 values: the values are a copy, and in-place ops on it "
+    "raise, as an assignment to such an index does; compiled code raises at once. `linear` and "
     "`matmul` never repeat one matrix for a batch.",
     ELSEWHERE,
     ELSEWHERE,
@@ -180,7 +184,7 @@ def probe(kind: str, name: str, sample: Sample, o: Operands) -> str:
         ) from error
     if kind == "raises":
         raise ProbeError(f"{name}: in no table, but it returned {type(result).__name__}")
-    if name in GIVES_VALUES:
+    if name in GIVES_VALUES or isinstance(result, PartValues):
         kind = "dequantizes"
     _verify(kind, name, result, expected, o)
     return kind

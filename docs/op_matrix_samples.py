@@ -124,6 +124,8 @@ ELSEWHERE: dict[str, Sample] = {
     "by a mask: `t[mask]`": lambda o: o.matrix[o.mask],
     "elements by number: `t[[3, 4], [5, 6]]`": lambda o: o.matrix[[3, 4], [5, 6]],
     "one column: `t[:, 5]`": lambda o: o.matrix[:, 5],
+    "a piece of a row: `t[5, 3:77]`": lambda o: o.matrix[5, 3:77],
+    "a corner: `t[:4, :4]`": lambda o: o.matrix[:4, :4],
     "middle dim of (2, 128, 256): `t[:, 32:96]`": lambda o: o.batch[:, 32:96],
     "split by 5 rows": lambda o: o.matrix.split(5),
     "(128, 256) viewed as (64, 512)": lambda o: o.matrix.view(64, 512),

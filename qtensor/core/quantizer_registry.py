@@ -213,7 +213,8 @@ def quantizer_class(name: str) -> type:
             "quantizer",
             "the format must be a registered one",
             repr(name),
-            f"Choose one of: {', '.join(format_names())}",
+            f"Choose one of: {', '.join(format_names())}; for a format of your own, import "
+            "the module that defines it",
         )
     return _CLASSES[name]
 

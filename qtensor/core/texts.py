@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Sequence
 
 
@@ -22,6 +23,16 @@ def aligned(rows: Sequence[Sequence[str]], numbers_from: int | None = None) -> l
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def html_table(rows: Sequence[Sequence[str]], text: str = "") -> str:
+    """Return the HTML of a text and a table below it, for notebooks; the first row has titles."""
+    lines = [f"<pre>{html.escape(text, quote=False)}</pre>"] if text else []
+    for i, row in enumerate(rows):
+        tag = "td" if i else "th"
+        cells = (f"<{tag}>{html.escape(cell, quote=False)}</{tag}>" for cell in row)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"{lines.pop(0) if text else ''}<table>{''.join(lines)}</table>"
 
 
 def some(names: Iterable[str], most: int = 8) -> str:

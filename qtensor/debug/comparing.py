@@ -71,12 +71,20 @@ class Comparison:
     layers: list[LayerDifference] = field(default_factory=list)
     missing: tuple[str, ...] = ()
     """Layers that only one of the models has or runs."""
+    unused: tuple[str, ...] = ()
+    """Layers of both models that neither runs."""
     top1: float = math.nan
     """Share of positions where both models rank the same class first."""
     kl: float = math.nan
     """Mean over positions of KL(softmax(a) || softmax(b)), in nats."""
     output: LayerDifference = field(default_factory=lambda: LayerDifference("output"))
     """The difference of the models' outputs."""
+
+    @property
+    def equal(self) -> bool:
+        """True if both models ran the same layers, and all outputs have equal values."""
+        compared = [layer for layer in (*self.layers, self.output) if layer.calls]
+        return bool(compared) and not self.missing and all(layer.equal for layer in compared)
 
     @property
     def first(self) -> LayerDifference | None:
@@ -100,8 +108,12 @@ class Comparison:
             f"output SQNR {self.output.sqnr_db:.2f} dB",
             "no layer differs" if first is None else f"first layer that differs: {first.layer}",
         ]
+        if self.equal:
+            lines[1] = "equal: all outputs have equal values"
         if self.missing:
             lines.append(f"{len(self.missing)} layers in one model only: {some(self.missing)}")
+        if self.unused:
+            lines.append(f"{len(self.unused)} layers did not run: {some(self.unused)}")
         width = max([5, *(len(layer.layer) for layer in self.layers)])
         lines.append(f"{'layer':<{width}}  {'SQNR dB':>8}  {'max error':>10}  NaN/inf")
         for layer in self.layers:
@@ -151,6 +163,7 @@ def compare(
     check(bool(common), OP, "both models must have layers of the same name", "none", fix)
     found = {name: LayerDifference(name) for name in common}
     order: dict[str, None] = {}
+    ran_in_b: set[str] = set()
     result = Comparison()
     scores = Scores()
     with torch.no_grad(), _eager():
@@ -159,14 +172,16 @@ def compare(
             with torch.random.fork_rng(devices=_devices()):
                 outputs, logits = _run_kept(a, {n: modules_a[n] for n in common}, args, kwargs)
             order |= dict.fromkeys(outputs)
-            with _hooked({n: modules_b[n] for n in common}, _comparer(outputs, found)):
+            with _hooked({n: modules_b[n] for n in common}, _comparer(outputs, found, ran_in_b)):
                 other = _logits(b(*args, **kwargs))
             if logits is not None and other is not None:
                 result.output.add(logits, other)
                 scores.add(logits, other)
     result.layers = [found[name] for name in order if found[name].calls]
-    ran = {layer.layer for layer in result.layers}
-    result.missing = tuple(n for n in dict.fromkeys([*modules_a, *modules_b]) if n not in ran)
+    names = dict.fromkeys([*modules_a, *modules_b])
+    one_only = {*modules_a} ^ {*modules_b} | {*order} ^ ran_in_b
+    result.missing = tuple(n for n in names if n in one_only)
+    result.unused = tuple(n for n in names if n not in one_only | {*order})
     result.top1, result.kl = scores.top1, scores.kl
     return result
 
@@ -256,11 +271,15 @@ def _run_kept(
 
 
 def _comparer(
-    outputs: dict[str, list[Tensor]], found: dict[str, LayerDifference]
+    outputs: dict[str, list[Tensor]], found: dict[str, LayerDifference], ran: set[str]
 ) -> Callable[[str, Tensor], None]:
-    """Return a function that compares the output of a module with the next of ``outputs``."""
+    """Return a function that compares the output of a module with the next of ``outputs``.
+
+    It adds the name of the module to ``ran``.
+    """
 
     def take(name: str, tensor: Tensor) -> None:
+        ran.add(name)
         expected = outputs.get(name)
         if expected:
             found[name].add(expected.pop(0), tensor)

@@ -12,6 +12,7 @@ from torch import Tensor
 from qtensor.api import quantizer_of
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.errors import DtypeError, check
+from qtensor.core.texts import html_table
 from qtensor.reference.blocks import to_blocks
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.numbers import factors_of_elements
@@ -70,6 +71,14 @@ class ErrorReport:
     """The blocks with the lowest signal to noise ratio, worst first."""
 
     def __str__(self) -> str:
+        return "\n".join(f"{name:<16} {value}" for name, value in self._rows())
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, for notebooks."""
+        return html_table([("error_report", ""), *self._rows()])
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return the names and values of the table."""
         rows = [
             ("quantizer", self.quantizer),
             ("shape", "x".join(map(str, self.shape)) or "scalar"),
@@ -82,14 +91,13 @@ class ErrorReport:
             ("not finite", str(self.not_finite)),
             ("scale range", f"{self.scale_min:.4g} to {self.scale_max:.4g}"),
         ]
-        rows += [
+        return rows + [
             (
                 "worst block" if i == 0 else "",
                 f"[{b.row}, {b.col}] {b.sqnr_db:.2f} dB, max error {b.max_abs_error:.4g}",
             )
             for i, b in enumerate(self.worst_blocks)
         ]
-        return "\n".join(f"{name:<16} {value}" for name, value in rows)
 
 
 @dataclass

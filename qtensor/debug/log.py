@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TextIO
 
 from qtensor.core.errors import check
-from qtensor.core.texts import aligned, some
+from qtensor.core.texts import aligned, html_table, some
 from qtensor.debug.statistics import Totals
 
 ROLES = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
@@ -183,6 +183,12 @@ class Log:
         Raises:
             QTensorError: ``sort`` or ``role`` is unknown.
         """
+        shown, more = self._worst(rows, sort, role)
+        lines = aligned([_HEADER, *map(_cells, shown)], numbers_from=3)
+        return "\n".join(lines + ([_more(more)] if more else []))
+
+    def _worst(self, rows: int | None, sort: str, role: str | None) -> tuple[list[Record], int]:
+        """Return the records that ``table`` shows, and the number of those that it leaves out."""
         rule = f"sort must be one of {', '.join(SORT_KEYS)}"
         check(sort in SORT_KEYS, "log.table", rule, repr(sort), "Choose one")
         if role is not None:
@@ -195,12 +201,19 @@ class Log:
                 worst[key] = record if old is None else min(old, record, key=_badness(sort))
         chosen = sorted(worst.values(), key=_badness(sort))
         shown = chosen if rows is None else chosen[:rows]
-        lines = aligned([_HEADER, *map(_cells, shown)], numbers_from=3)
-        if len(chosen) > len(shown):
-            lines.append(f"... and {len(chosen) - len(shown)} more tensors")
-        return "\n".join(lines)
+        return shown, len(chosen) - len(shown)
 
     def __str__(self) -> str:
+        return "\n".join([*self._summary(), self.table()])
+
+    def _repr_html_(self) -> str:
+        """Return the summary and the table as HTML, for notebooks."""
+        shown, more = self._worst(20, "sqnr_db", None)
+        lines = self._summary() + ([_more(more)] if more else [])
+        return html_table([_HEADER, *map(_cells, shown)], "\n".join(lines))
+
+    def _summary(self) -> list[str]:
+        """Return lines about all records."""
         records = self.records
         steps = len({record.step for record in records})
         ran = {record.layer for record in records}
@@ -216,7 +229,7 @@ class Log:
                 f"first not finite: {first.layer} {first.role} in step {first.step} "
                 f"({first.nan} NaN, {first.inf} inf)"
             )
-        return "\n".join([*lines, self.table()])
+        return lines
 
     def append(self, records: Iterable[Record]) -> None:
         """Add the records of a finished step, and write their lines."""
@@ -247,6 +260,10 @@ class Log:
         self._current, self._advance, self._lines = list, None, None
         if lines is not None:
             lines.close()
+
+
+def _more(count: int) -> str:
+    return f"... and {count} more tensors"
 
 
 def _first_not_finite(records: Iterable[Record]) -> Record | None:

@@ -238,7 +238,7 @@ def _rows_of(q: QuantizedTensorStorage, rows: range) -> tuple[Any, int]:
     if q.ndim != 2 or not isinstance(q, Tensor) or stop - start == q.shape[0]:
         return q, 0
     try:
-        return q.detach()[start:stop], start
+        return q.detach().narrow(0, start, stop - start), start
     except UnsupportedError:
         # The format cannot be sliced there, for example because it stores columns.
         return q, 0

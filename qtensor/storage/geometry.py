@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, buffer_shape, ceil_div, is_empty, rows_cols
-from qtensor.core.errors import QTensorError, UnsupportedError, fail
+from qtensor.core.errors import QTensorError, UnsupportedError, fail, this_rank
 from qtensor.core.formats import Dim, FormatSpec, Slot
 from qtensor.core.quantizer_registry import Move, QuantizerLike
 from qtensor.library.same_rows import equal_when_run, has_data
@@ -108,12 +108,13 @@ def _slice_axis(
         slots = t._quantizer.slots
         every = math.lcm(*[granule(s, d) for s in slots for d in s.dims if d.axis == axis.axis])
         inner = 1 if axis.axis == "k" else math.prod(t.shape[1:-1])
-        shard = f"Shard({t.ndim - 1 if axis.axis == 'k' else 0})"
-        fix = (
-            f"Slice at multiples of {needed}, or call .dequantize() first. {shard} over n ranks "
-            "needs a size whose n-th part, rounded up, is a multiple of "
-            f"{every // math.gcd(every, inner)}"
-        )
+        fix = f"Slice at multiples of {every}, or call .dequantize() first"
+        if this_rank():
+            shard = f"Shard({t.ndim - 1 if axis.axis == 'k' else 0})"
+            fix += (
+                f". {shard} over n ranks needs a size whose n-th part, rounded up, is a multiple "
+                f"of {every // math.gcd(every, inner)}"
+            )
         _refuse("slice", t, rule, f"{start}:{end} of {total}", fix)
     first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
     if not slot.swizzled:
@@ -262,6 +263,10 @@ def transpose_plan(quantizer: QuantizerLike) -> tuple[QuantizerLike, tuple[Move,
     other = counterparts(quantizer.spec)
     sources = {slot.name: slot for slot in quantizer.slots}
     moves = []
+    if not target.slots:
+        rule = "the spec of a format must have columnwise buffers, which a transpose needs"
+        fix = "Add them to the spec in the order of the rowwise ones"
+        fail(f"transpose[{quantizer.format}]", rule, quantizer.spec.attributes, fix)
     for slot in target.slots:
         source = sources[other[slot.name]]
         moved = [_SWAPPED[d.axis] for d in source.dims]

@@ -29,6 +29,7 @@ from qtensor.storage.ops import assignment, whole_products
 from qtensor.storage.ops.dispatch import dispatch
 from qtensor.storage.ops.indexing import is_element, read_element
 from qtensor.storage.ops.lazy_view import MissingBuffer, layout_of
+from qtensor.storage.ops.part_values import read_values
 from qtensor.storage.ops.products import ScaledArguments
 from qtensor.storage.ops.table import FILLED_LATE, Args, Kwargs, Op
 from qtensor.storage.ops.write import plain
@@ -327,12 +328,19 @@ class QuantizedTensor(GatheredWeight, ScaledArguments, QuantizedTensorStorage, t
         """Return the part of the tensor that ``index`` addresses.
 
         One integer per dim addresses one element. Its value is a plain 0-d tensor, a copy: writing
-        to it does not change this tensor. Every other index follows torch's rules and
-        docs/op_matrix.md.
+        to it does not change this tensor. A part whose codes cannot be cut out is read as values
+        that cannot be written to (``PartValues``), if an integer is in the index or the part is
+        small. Every other index follows torch's rules and docs/op_matrix.md.
         """
         if is_element(index, self.ndim):
             return read_element(self, index)
-        return super().__getitem__(index)
+        try:
+            return super().__getitem__(index)
+        except UnsupportedError:
+            values = read_values(self, index)
+            if values is None:
+                raise
+            return values
 
     def tolist(self) -> Any:
         """Return the dequantized values as nested lists of Python floats."""

@@ -17,7 +17,7 @@ def test_equal_models():
     assert result.first is None
     assert [layer.layer for layer in result.layers] == ["0", "1", "2"]
     assert (result.top1, result.kl, result.output.sqnr_db) == (1.0, 0.0, math.inf)
-    assert "no layer differs" in str(result)
+    assert "equal: all outputs have equal values" in str(result)
 
 
 def test_the_first_layer_that_differs():
@@ -76,9 +76,26 @@ def test_calls_batches_and_dropout():
     result = qtensor.debug.compare(model, Tied(), batches)
     assert result.first is None
     assert {layer.layer: layer.calls for layer in result.layers} == {"layer": 6, "drop": 3}
-    assert result.missing == ("unused",)
+    assert (result.missing, result.unused) == ((), ("unused",))
+    assert result.equal
+    assert "equal: all outputs have equal values\n1 layers did not run: unused" in str(result)
     assert result.top1 == 1.0
     assert not model.layer._forward_hooks
+
+
+def test_layers_of_one_model_only():
+    """One that only one model runs, and one that only one model has."""
+    model, other = Tied(), Tied()
+    other.layer = nn.Sequential(other.layer)
+    result = qtensor.debug.compare(model, other, [inputs(8)])
+    assert result.missing == ("layer", "layer.0")
+    assert result.unused == ("unused",)
+    assert not result.equal
+    assert "equal:" not in str(result)
+    skipping = Tied()
+    skipping.forward = lambda x: skipping.layer(x)
+    result = qtensor.debug.compare(model, skipping, [inputs(8)])
+    assert result.missing == ("drop",)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

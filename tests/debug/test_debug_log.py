@@ -38,6 +38,11 @@ def test_lines_columns_and_table(tmp_path):
     assert len(shown) == 4
     assert shown[0].split()[:3] == ["layer", "role", "quantizer"]
     assert shown[-1] == "... and 4 more tensors"
+    page = log._repr_html_()
+    assert page.startswith("<pre>12 records of 2 layers in 2 steps")
+    rows = page.count("<tr>")
+    assert rows == 1 + len(log.table().splitlines()[1:]) == 7
+    assert page.count("<td>") == 6 * 13
     lowest = min((r for r in log.records if r.quantizer), key=lambda r: r.sqnr_db)
     assert str(log).splitlines()[2].split()[:3] == [lowest.layer, lowest.role, "mxfp8"]
 

@@ -191,3 +191,12 @@ def test_refuses_what_it_cannot_compare() -> None:
         match=r"error_report: shapes must be equal; got \(40, 3\) and \(3, 40\)",
     ):
         qtensor.error_report(x.t(), qtensor.quantize(x, "fp8"))
+
+
+def test_html_has_the_rows_of_the_table() -> None:
+    """For notebooks."""
+    x = torch.randn(32, 64)
+    report = qtensor.error_report(x, qtensor.quantize(x, "nvfp4"))
+    page = report._repr_html_()
+    assert page.count("<tr>") == 1 + len(str(report).splitlines())
+    assert "<td>SQNR</td><td>" in page

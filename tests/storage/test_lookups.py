@@ -82,6 +82,9 @@ def test_rows_and_slices(case: FormatCase, kernels_only: None):
                 found = q[part]
             except qtensor.UnsupportedError:
                 continue  # It cuts a block: tests/storage/test_aten_raises.py
+            if not isinstance(found, qtensor.QuantizedTensor):
+                same(found, whole[part])  # It cuts a block: tests/storage/test_part_values.py
+                continue
             for _ in range(3):
                 same(found.dequantize(), whole[part])
 

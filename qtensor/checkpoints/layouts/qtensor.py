@@ -167,8 +167,8 @@ class QTensorLayout(Layout):
         try:
             quantizer = parsed(entry["quantizer"])
         except QTensorError as error:
-            fix = "Install the version of qtensor that wrote the file"
-            self.refuse(name, "the quantizer must be known", error, fix)
+            fix = "Or install the version of qtensor that wrote the file"
+            self.refuse(name, "the quantizer must be known", str(error).rstrip("."), fix)
         names = entry["buffers"]
         if not isinstance(names, dict) or tuple(names) != quantizer.keywords:
             rule = f"{quantizer.canonical} has the buffers {list(quantizer.keywords)}"
