@@ -22,10 +22,6 @@ from qtensor.storage import geometry
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from qtensor.storage.base import QuantizedTensorStorage as _Storage
-else:
-    _Storage = object
-
 _SCALE_DTYPES = {
     "e8m0": torch.float8_e8m0fnu,
     "e4m3": torch.float8_e4m3fn,
@@ -53,7 +49,7 @@ class Arrays(NamedTuple):
     """float32, (1, 1), (M, 1) or (1, K)."""
 
 
-class Numbers(_Storage):
+class Numbers:
     """Methods of tensors and storages that read their numbers.
 
     Where a method takes a ``usage``, "rowwise" and "columnwise" name the data to read, and None the
@@ -62,6 +58,19 @@ class Numbers(_Storage):
     """
 
     __slots__ = ()
+
+    if TYPE_CHECKING:
+        _quantizer: QuantizerLike
+        _parts: tuple[Any, ...]
+        shape: torch.Size
+        dtype: torch.dtype
+        device: torch.device
+
+        def buffers(self) -> list[Tensor]:
+            """Return the inner buffers that exist, in slot order."""
+
+        def get_usages(self) -> dict[str, bool]:
+            """Return which usages exist."""
 
     def codes(self, usage: Usage | None = None) -> Tensor:
         """Return the element codes as integers, one in each entry, without packing or padding.
@@ -174,7 +183,7 @@ class Numbers(_Storage):
         return Arrays(codes, factors, self.global_factors(usage).cpu().numpy())
 
 
-def _codes_array(t: _Storage, usage: Usage | None, ml_dtypes: Any) -> npt.NDArray[Any]:
+def _codes_array(t: Numbers, usage: Usage | None, ml_dtypes: Any) -> npt.NDArray[Any]:
     """Return the codes as an array with the element's dtype of ml_dtypes.
 
     Raises:
@@ -196,7 +205,7 @@ def _is_e8m0(stored: Tensor) -> bool:
     return stored.dtype == torch.float8_e8m0fnu
 
 
-def _side(t: _Storage, usage: Usage | None) -> str:
+def _side(t: Numbers, usage: Usage | None) -> str:
     """Return ``"_rowwise"`` or ``"_columnwise"``, the data to read.
 
     Raises:
@@ -217,7 +226,7 @@ def _side(t: _Storage, usage: Usage | None) -> str:
     return f"_{usage}"
 
 
-def _slot(t: _Storage, side: str, holds: str) -> tuple[Slot, Tensor]:
+def _slot(t: Numbers, side: str, holds: str) -> tuple[Slot, Tensor]:
     """Return the slot, and its buffer, that holds the codes or factors of one side.
 
     Raises:
@@ -233,7 +242,7 @@ def _slot(t: _Storage, side: str, holds: str) -> tuple[Slot, Tensor]:
     fail(f"{holds}[{quantizer.format}]", rule, got, fix, UnsupportedError)
 
 
-def _codes(t: _Storage, usage: Usage | None) -> Tensor:
+def _codes(t: Numbers, usage: Usage | None) -> Tensor:
     """Return the codes of a usage, uint8 (M, K)."""
     rows, cols = rows_cols(t.shape)
     slot, buffer = _slot(t, _side(t, usage), "codes")
@@ -259,7 +268,7 @@ def _flat(codes: Tensor, dims: tuple[Dim, ...]) -> Tensor:
     return codes if dims[0].axis != "lead" else codes.reshape(-1, codes.shape[-1])
 
 
-def _stored_factors(t: _Storage, usage: Usage | None) -> Tensor:
+def _stored_factors(t: Numbers, usage: Usage | None) -> Tensor:
     """Return the factors of blocks in the dtype of the stored ones, (block rows, block columns)."""
     slot, buffer = _slot(t, _side(t, usage), "factors")
     rows, cols = rows_cols(t.shape)
@@ -286,7 +295,7 @@ def _in_own_dtype(quantizer: QuantizerLike, slot: Slot, buffer: Tensor) -> Tenso
     return buffer if dtype is None else buffer.view(dtype)
 
 
-def factors_of_elements(t: _Storage) -> Tensor:
+def factors_of_elements(t: Numbers) -> Tensor:
     """Return the product of all factors of each element: the decoded value of code 1.0.
 
     It is float32, of the logical shape; NaN for rotated data, whose factors apply before the
@@ -299,9 +308,8 @@ def factors_of_elements(t: _Storage) -> Tensor:
     per = {dim.axis: dim.per for dim in slot.dims}
     rows, cols = rows_cols(t.shape)
     factors = t.factors()
-    block = [per.get(axis, n) for axis, n in (("m", rows), ("k", cols))]
-    spread_ = spread(factors, *block, (rows, cols))
-    return (spread_ * t.global_factors()).reshape(t.shape)
+    each = spread(factors, per.get("m", rows), per.get("k", cols), (rows, cols))
+    return (each * t.global_factors()).reshape(t.shape)
 
 
 # ---- the first values
@@ -314,7 +322,7 @@ _MOST = 1 << 16
 """Elements that a repr decodes, at most."""
 
 
-def first_values(t: _Storage) -> list[float] | None:
+def first_values(t: Numbers) -> list[float] | None:
     """Return the first values of a tensor in CPU memory; None if reading them is not free.
 
     A tensor on another device would be waited for, a mode would see the ops, and fake tensors have
@@ -348,7 +356,7 @@ def _has_memory(buffer: Tensor) -> bool:
     return buffer.untyped_storage().nbytes() >= needed
 
 
-def text_of_first_values(t: _Storage) -> str:
+def text_of_first_values(t: Numbers) -> str:
     """Return the first values as ``[0.5, -1, ...]``; "" where they are not shown."""
     values = first_values(t)
     if values is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -21,10 +21,10 @@ from qtensor.weights.knapsack import Option, front
 from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
 from qtensor.weights.metrics import Metric, as_batches, fingerprint, named_metric
+from qtensor.weights.progress import Progress, Shown, progress_of
 from qtensor.weights.quantize import as_quantizer
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
-Progress = Callable[[int, int, str], None]
 """Called with (measurements done, all measurements, what was measured)."""
 
 FORMATS = ("mxfp4", "nvfp4", "mxfp6(packed=True)", "mxfp8")
@@ -65,7 +65,7 @@ def search(
     groups: Iterable[Sequence[str]] | None = None,
     pinned: Mapping[str, Format | None] | None = None,
     filter_fn: Filter | None = None,
-    progress: Progress | None = None,
+    progress: Shown = None,
     resume: str | PathLike[str] | None = None,
 ) -> SearchResult:
     """Choose a format for the weight of each linear layer, so that the model's error is least.
@@ -93,7 +93,8 @@ def search(
         pinned: formats (None: high precision) of layers by name or pattern, which are not searched.
             A format of one layer holds for all layers of its group.
         filter_fn: ``(module, name) -> bool`` selects layers; the others do not count.
-        progress: called after each measurement.
+        progress: called after each measurement, with (measurements done, all, group and format). By
+            default, a line in a terminal shows it; False shows nothing.
         resume: path of a file that keeps the measurements. A search that was interrupted goes on
             where it stopped. The metric is recognized by its name and by its values for three
             changed copies of the first output.
@@ -117,7 +118,7 @@ def search(
         measure = Measurement(model, batches, function, activations)
         identity = {} if resume is None else _identity(parts, metric_name, measure)
         journal = _journal(resume, identity)
-        errors = _errors(parts, measure, journal, progress)
+        errors = _errors(parts, measure, journal, progress_of("search", progress))
         options = [list(map(Option, *pair)) for pair in zip(sizes, errors, strict=True)]
         best = front(options, sum(map(max, sizes)))
         within = int(np.searchsorted(best.bytes, limit, side="right")) - 1
@@ -239,7 +240,7 @@ def _journal(path: str | PathLike[str] | None, identity: dict[str, Any]) -> Jour
 
 
 def _errors(
-    parts: Sequence[_Group], measure: Measurement, journal: Journal, progress: Progress | None
+    parts: Sequence[_Group], measure: Measurement, journal: Journal, progress: Progress
 ) -> list[list[float]]:
     """Return the error of each group alone in each of its formats; inf for one that is NaN."""
     total, done = sum(len(part.formats) for part in parts), 0
@@ -254,8 +255,7 @@ def _errors(
                 journal.add(key, error)
             row.append(math.inf if math.isnan(error) else error)
             done += 1
-            if progress is not None:
-                progress(done, total, key)
+            progress(done, total, key)
         rule = "a format must leave the model's outputs finite"
         fix = "Pin these layers to another format, or add formats"
         check(min(row) < math.inf, "search", rule, ", ".join(part.names), fix)

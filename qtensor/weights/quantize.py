@@ -18,7 +18,8 @@ from qtensor.quantizers import Quantizer
 from qtensor.weights.layers import Filter, LinearLayer, dense_modules, linear_layers, match
 from qtensor.weights.libraries import tell_libraries
 from qtensor.weights.measurement import evaluating
-from qtensor.weights.rounding import Layer, Progress, Rounding, as_rounding, round_weights
+from qtensor.weights.progress import Shown, progress_of
+from qtensor.weights.rounding import Layer, Rounding, as_rounding, round_weights
 from qtensor.weights.shown import show_formats
 
 
@@ -29,7 +30,7 @@ def quantize_(
     *,
     rounding: str | Rounding = "nearest",
     calibration: Iterable[Any] | None = None,
-    progress: Progress | None = None,
+    progress: Shown = None,
 ) -> Conversion:
     """Quantize the weights of a model's linear layers, in place.
 
@@ -65,7 +66,8 @@ def quantize_(
             ``"gptq_mse"``: both; or a ``Rounding``.
         calibration: inputs of the model, for the roundings that need them: tensors, tuples of
             arguments or dicts of keyword arguments. They are kept in a list.
-        progress: called after each layer, with (layers done, all layers, its name).
+        progress: called after each layer, with (layers done, all layers, its name). By default, a
+            line in a terminal shows it if a calibration runs; False shows nothing.
 
     Returns:
         The layers that were quantized, those that were skipped with the reason, and every module
@@ -100,6 +102,9 @@ def quantize_(
             wanted.append(Layer(name, layer, chosen))
             check_recipe(name, layer, chosen)
     notes = {}
+    # Rounding to nearest is quick.
+    quiet = progress is None and not batches
+    show = progress_of("quantize_", False if quiet else progress)
     with evaluating(model), torch.no_grad():
         for done, note in round_weights(model, wanted, chosen_rounding, batches):
             linear, text = done.linear, done.quantizer.canonical
@@ -107,8 +112,7 @@ def quantize_(
             notes[done.name] = f"{text}, {bits:.2f} bits a value{note}{linear.note}"
             for module in linear.modules:
                 show_formats(module)
-            if progress is not None:
-                progress(len(notes), len(wanted), done.name)
+            show(len(notes), len(wanted), done.name)
     tell_libraries(model)
     swapped = tuple(_report(each.name, each.linear, notes[each.name]) for each in wanted)
     title = f"quantize_ to {format if isinstance(format, str) else 'the formats given'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,6 @@ from qtensor.weights.metrics import as_batches
 from qtensor.weights.scale_search import best_factors
 
 SCALES = ("nearest", "mse", "weighted_mse")
-
-Progress = Callable[[int, int, str], None]
-"""Called with (layers done, all layers, the name of the layer)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -426,3 +428,32 @@ def test_factors_in_tiles_change_no_result(cls):
         results.append((y, x.grad, layer.weight.grad))
     for plain, tiled in zip(*results, strict=True):
         assert torch.equal(plain, tiled)
+
+
+def test_training_md_describes_every_option():
+    """The table has each option of each recipe with its default, and no other."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    table = page[page.index("| option of | default |") :].partition("\n\n")[0]
+    found, section = {}, ""
+    for line in table.splitlines()[2:]:
+        name, default = [cell.strip().strip("`") for cell in line.strip("|").split("|")[:2]]
+        if name.startswith("**"):
+            section = name.strip("*`")
+        else:
+            found.setdefault(section, {})[name] = default
+    common = {"all recipes": recipes.Recipe}
+    wanted = {}
+    for name, cls in (common | recipes.base.RECIPES).items():
+        if cls.__module__.startswith("qtensor."):
+            own = [f for f in dataclasses.fields(cls) if f.name in cls.__annotations__]
+            wanted[name] = {f.name: _text_of_default(f) for f in own}
+    assert found == wanted
+
+
+def _text_of_default(option):
+    if option.default is dataclasses.MISSING:
+        return str(option.default_factory())
+    value = option.default
+    if isinstance(value, recipes.Format):
+        return value.name
+    return f'"{value}"' if isinstance(value, str) else str(value)

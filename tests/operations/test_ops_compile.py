@@ -4,6 +4,8 @@ eager code.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from ops_cases import BASIC, FUSED, WIDTH, Case, data, step
@@ -238,6 +240,30 @@ class Split(ops.BasicOperation):
         return grad_output * (s + x * torch.cos(x)), ()
 
 
+class State(NamedTuple):
+    """What compute of ``Stateful`` hands over beside a tensor."""
+
+    sine: torch.Tensor
+    factor: float
+    names: dict[str, int]
+
+
+class Stateful(Split):
+    """``Split`` with plain values that compute chooses."""
+
+    def op_forward_compute(self, input, *, next_op_input_request=None):
+        state = State(torch.sin(input), 0.5 if input.shape[1] > 8 else 2.0, {"power": 2})
+        return input * state.sine * state.factor, state
+
+    def op_forward_save_ctx(self, ctx, input, returned):
+        super().op_forward_save_ctx(ctx, input, returned.sine)
+        ctx.factor, ctx.names = returned.factor, returned.names
+
+    def op_backward(self, ctx, grad_output):
+        assert ctx.names == {"power": 2}
+        return super().op_backward(ctx, grad_output * ctx.factor)
+
+
 class Single(ops.BasicOperation):
     """The same, with everything in one function."""
 
@@ -255,9 +281,10 @@ def user_sequence(kind):
     return ops.Sequential(ops.Linear(WIDTH, WIDTH), kind(), ops.Linear(WIDTH, 32))
 
 
+@pytest.mark.parametrize("kind", [Split, Stateful])
 @every_recipe
-def test_the_split_form_of_a_user_is_traced(recipe):
-    eager, traced = user_sequence(Split), user_sequence(Split)
+def test_the_split_form_of_a_user_is_traced(recipe, kind):
+    eager, traced = user_sequence(kind), user_sequence(kind)
     call, counter = compiled(traced, dynamic=True)
     chosen = RECIPES[recipe]()
     for number, rows in enumerate(SIZES):
