@@ -6,7 +6,7 @@
 #
 # The libraries go into the folder .gpu_check, which git ignores, at most 50 MB. They need a glibc that is no older than this
 # machine's. Libraries that are there already are kept: run the script again after it was interrupted.
-# $PYTHON (python3) needs qtensor[cutlass-build]; $JOBS compilers run at once (as many as processors and memory allow).
+# $PYTHON (python3) needs torch-qtensor[cutlass-build]; $JOBS compilers run at once (as many as processors and memory allow).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
