@@ -265,8 +265,7 @@ def transpose_plan(quantizer: QuantizerLike) -> tuple[QuantizerLike, tuple[Move,
     moves = []
     if not target.slots:
         rule = "the spec of a format must have columnwise buffers, which a transpose needs"
-        fix = "Add them to the spec in the order of the rowwise ones"
-        fail(f"transpose[{quantizer.format}]", rule, quantizer.spec.attributes, fix)
+        fail(f"transpose[{quantizer.format}]", rule, quantizer.spec.attributes, "Add them")
     for slot in target.slots:
         source = sources[other[slot.name]]
         moved = [_SWAPPED[d.axis] for d in source.dims]
