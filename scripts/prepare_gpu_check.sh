@@ -21,6 +21,8 @@ QTENSOR_CACHE_DIR=$folder/libraries \
     "${PYTHON:-python3}" scripts/gpu/prepare.py "$arch" ${JOBS:+--jobs "$JOBS"}
 
 find "$folder" -mindepth 2 -maxdepth 2 ! -name libraries -exec rm -rf {} +
+# What an interrupted build left.
+find "$folder" -name '.making-*' -exec rm -rf {} +
 find "$folder" -name '*.lock' -delete
 bytes=$(du -sb "$folder" | cut -f1)
 echo "$folder has $((bytes / 1000000)) MB"

@@ -20,6 +20,7 @@ from triton_float_checks import compare
 from qtensor.kernels import table
 from qtensor.library.attention import AttentionArgs
 from qtensor.library.cache import CacheAppendArgs
+from qtensor.library.native_ops import left_to_python
 
 ops = torch.ops.qtensor
 PROBLEMS = {
@@ -156,7 +157,8 @@ def _between_zeros(pages: Tensor) -> Tensor:
 def _run(args: AttentionArgs) -> Tensor:
     """Call the kernels."""
     moved = [t.to(device()) if isinstance(t, Tensor) else t for t in args]
-    with mock.patch.object(table, "floats_", lambda n, _, *a: table.FLOATS["cuda"][n](*a)):
+    kernels = mock.patch.object(table, "floats_", lambda n, _, *a: table.FLOATS["cuda"][n](*a))
+    with left_to_python(), kernels:
         return ops.attention(*moved).cpu()
 
 
@@ -175,7 +177,10 @@ def check_append(text: str, page: int) -> None:
         )
         moved = [t.to(device()) if isinstance(t, Tensor) else t for t in args]
         row = table.FLOATS["cuda"] if served else {}
-        with mock.patch.object(table, "floats_", lambda n, _, *a, row=row: n in row and row[n](*a)):
+        kernels = mock.patch.object(
+            table, "floats_", lambda n, _, *a, row=row: n in row and row[n](*a)
+        )
+        with left_to_python(), kernels:
             ops.cache_append_(*moved)
         made.append([t.cpu() for t in moved[3:7] if t is not None])
     for got, want in zip(made[1], made[0], strict=True):

@@ -18,13 +18,14 @@ from triton_checks import device
 from qtensor.kernels import table
 from qtensor.kernels.fusion import Factors, Target
 from qtensor.kernels.products.dequant import finish_
+from qtensor.library.native_ops import left_to_python
 
 ops = torch.ops.qtensor
 
 
 def compare(op: Any, *args: Any) -> list[torch.Tensor]:
     """Compare the kernels of the GPU row of the table with the reference, byte for byte."""
-    with without_kernels():
+    with left_to_python(), without_kernels():
         want = outputs_of(op(*args))
     fused = op in (ops.norm_quantize, ops.activation_quantize)
     row = table.FLOATS["cuda"]
@@ -35,7 +36,7 @@ def compare(op: Any, *args: Any) -> list[torch.Tensor]:
         return served[-1]
 
     moved = [a.to(device()) if isinstance(a, torch.Tensor) else a for a in args]
-    with mock.patch.object(table, "floats_", watched):
+    with left_to_python(), mock.patch.object(table, "floats_", watched):
         got = outputs_of(op(*moved))
     assert served == [True], f"{op} was not served"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
