@@ -96,9 +96,12 @@ def render(outcomes: Outcomes) -> str:
             f"|---|---|{'---|' * len(columns)}",
         ]
         for row in rows:
+            modes_of: dict[str, list[str]] = {}  # modes with equal outcomes share a line
             for mode in row.modes:
-                words = [_word(outcomes[row.name][mode][c], reasons) for c in columns]
-                lines.append(f"| {row.name} | {mode} | {' | '.join(words)} |")
+                words = " | ".join(_word(outcomes[row.name][mode][c], reasons) for c in columns)
+                modes_of.setdefault(words, []).append(mode)
+            for words, modes in modes_of.items():
+                lines.append(f"| {row.name} | {', '.join(modes)} | {words} |")
         lines.append("")
     lines += ["## Reasons", ""]
     lines += [f"{number}. {_escape(text)}" for number, text in enumerate(reasons, 1)]

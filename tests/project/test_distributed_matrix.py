@@ -159,20 +159,23 @@ def test_a_rank_that_waits_in_vain_is_a_failure(tmp_path: Path, monkeypatch: Any
 
 
 def test_the_sections_are_rendered(monkeypatch: Any) -> None:
-    feature = table.Feature("`call`", lambda cell: None, ("a", "b"))
-    monkeypatch.setattr(table, "SECTIONS", {"Part": [feature]})
+    features = [table.Feature(name, lambda cell: None, ("a", "b")) for name in ("`call`", "`same`")]
+    monkeypatch.setattr(table, "SECTIONS", {"Part": features})
+    passed = {"a": ("pass", ""), "b": ("pass", "")}
     outcomes: Any = {
         "`call`": {
             "eager": {"a": ("pass", ""), "b": ("error", "no `x`")},
             "aot_eager": {"a": ("fail", "boom"), "b": ("error", "no `x`")},
-        }
+        },
+        "`same`": {"eager": passed, "aot_eager": passed},
     }
     text = script.render(outcomes)
     assert (
         "| `call` | eager | pass | error 1 |\n| `call` | aot_eager | **fail** 2 | error 1 |" in text
     )
+    assert "| `same` | eager, aot_eager | pass | pass |" in text
     assert "1. `no 'x'`\n2. `boom`" in text
-    assert "| Part | 1 | 2 | 1 |" in text
+    assert "| Part | 5 | 2 | 1 |" in text
     assert json.loads(script.as_json(outcomes))["`call`"]["eager"]["b"] == "error: no `x`"
 
 
