@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,30 +83,42 @@ def render(outcomes: Outcomes) -> str:
         "- **fail**: another value, another exception, or a rank that waits for ever.",
         "",
         "Tensors have 256 x 256 values and both usages. Training means two steps of AdamW on two "
-        "layers. Under `aot_eager`, the block (or the call) is compiled. Rows without `aot_eager` "
+        "layers. Under `aot_eager`, the block (or the call) is compiled. Features without `aot_eager` "
         "have nothing to compile, because torch runs these calls between its graphs, or are not "
         "compiled by torch ([distributed.md](distributed.md#what-torch-does-not-allow)).",
         "",
     ]
     for title, rows in table.SECTIONS.items():
-        lines += [f"## {title}", ""]
-        columns = rows[0].columns
-        lines += [
-            f"| feature | mode | {' | '.join(columns)} |",
-            f"|---|---|{'---|' * len(columns)}",
-        ]
-        for row in rows:
-            modes_of: dict[str, list[str]] = {}  # modes with equal outcomes share a line
-            for mode in row.modes:
-                words = " | ".join(_word(outcomes[row.name][mode][c], reasons) for c in columns)
-                modes_of.setdefault(words, []).append(mode)
-            for words, modes in modes_of.items():
-                lines.append(f"| {row.name} | {', '.join(modes)} | {words} |")
-        lines.append("")
+        lines += [f"## {title}", "", *_section(rows, outcomes, reasons)]
     lines += ["## Reasons", ""]
     lines += [f"{number}. {_escape(text)}" for number, text in enumerate(reasons, 1)]
     lines += ["", "## Count", "", *_count(outcomes), ""]
     return "\n".join(lines)
+
+
+def _section(rows: Sequence[table.Feature], outcomes: Outcomes, reasons: list[str]) -> list[str]:
+    """Return a list of the features that pass in every column, and a table of the others."""
+    columns = rows[0].columns
+    passed: dict[str, list[str]] = {}
+    others: list[str] = []
+    for row in rows:
+        modes_of: dict[str, list[str]] = {}  # modes with equal outcomes share a line
+        for mode in row.modes:
+            words = " | ".join(_word(outcomes[row.name][mode][c], reasons) for c in columns)
+            modes_of.setdefault(words, []).append(mode)
+        for words, modes in modes_of.items():
+            if set(words.split(" | ")) == {"pass"}:
+                passed.setdefault(" and ".join(modes), []).append(row.name)
+            else:
+                others.append(f"| {row.name} | {', '.join(modes)} | {words} |")
+    lines: list[str] = []
+    for modes, names in passed.items():
+        lines += [f"Pass in mode {modes} with {', '.join(columns)}:", ""]
+        lines += [*(f"- {name}" for name in names), ""]
+    if others:
+        lines += [f"| feature | mode | {' | '.join(columns)} |"]
+        lines += [f"|---|---|{'---|' * len(columns)}", *others, ""]
+    return lines
 
 
 def _escape(text: str) -> str:

@@ -173,7 +173,7 @@ def test_the_sections_are_rendered(monkeypatch: Any) -> None:
     assert (
         "| `call` | eager | pass | error 1 |\n| `call` | aot_eager | **fail** 2 | error 1 |" in text
     )
-    assert "| `same` | eager, aot_eager | pass | pass |" in text
+    assert "Pass in mode eager and aot_eager with a, b:\n\n- `same`\n" in text
     assert "1. `no 'x'`\n2. `boom`" in text
     assert "| Part | 5 | 2 | 1 |" in text
     assert json.loads(script.as_json(outcomes))["`call`"]["eager"]["b"] == "error: no `x`"
