@@ -31,7 +31,7 @@ class KVCache:
         k_mean: float32 (H, D) or (B, H, D) that is subtracted from the keys, or None.
         capacity: tokens of a sequence that there is room for.
         window: tokens that a query sees, its own the last; 0 for all.
-        residual: tokens that a query reads in bfloat16, its own the last.
+        residual: tokens that a query reads in bfloat16, its own included.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class KVCache:
             self._check_assigned(page_size, k_mean)
             own = Pages.assigned(batch, capacity, page_size, pages, place)
         if latent:
-            rule, got = "latent values have no v_format, v_global and k_mean", "one of them"
-            fits = v_format is None and v_global is None and k_mean is None
-            check(fits, "KVCache", rule, got, "Leave them out")
+            rule = "a latent cache takes no v_format, v_global or k_mean"
+            options = {"v_format": v_format, "v_global": v_global, "k_mean": k_mean}
+            got = ", ".join(name for name, option in options.items() if option is not None)
+            check(not got, "KVCache", rule, got, f"Leave {got} out")
         formats = (k_format, None if latent else k_format if v_format is None else v_format)
         layout = Layout(batch, heads, capacity, head_size, v_head_size or head_size, place)
         self._all = Store(formats, layout, own, window)
@@ -127,19 +128,20 @@ class KVCache:
         self._unset = first
 
     def _check_assigned(self, page_size: int, k_mean: str | Tensor | None) -> None:
-        """Refuse options that need sequences that stay, beside pages that a caller assigns."""
+        """Refuse options that belong to fixed sequences, if the caller assigns the pages."""
         per_sequence = isinstance(k_mean, str) or (k_mean is not None and k_mean.ndim == 3)
-        own = {"grow": self.grow, "residual": self.residual, "k_mean of sequences": per_sequence}
+        mean = "k_mean of each sequence"
+        own = {"grow": self.grow, "residual": self.residual, mean: per_sequence}
         got = ", ".join([name for name, chosen in own.items() if chosen])
-        rule, fix = "pages that the caller assigns exclude grow, residual and such a mean", "Leave"
-        check(not got, "KVCache", rule, got, f"{fix} {got or 'them'} out")
+        rule = f"pages that the caller assigns exclude grow, residual and a {mean}"
+        check(not got, "KVCache", rule, got, f"Leave {got} out")
         check(page_size > 0, "KVCache", "pages need a page_size", page_size, "Pass one, such as 16")
 
     def _make_recent(self, layout: Layout, latent: bool) -> Store:
         size, window = self.residual, self.window
         rule = "residual must be at least 0, and less than a window"
         fits = size > 0 and (not window or size < window)
-        check(fits, "KVCache", rule, f"{size}, window={window}", "Fix one of them")
+        check(fits, "KVCache", rule, f"{size}, window={window}", "Pass a smaller residual")
         pages = Pages.of(layout.batch, layout.tokens, 0, size, self.grow, layout.device)
         formats = ("bfloat16", None if latent else "bfloat16")
         return Store(formats, layout, pages, size)
@@ -245,7 +247,7 @@ class KVCache:
         return self._attention_of_both(self._recent, q, options)
 
     def _attention_of_both(self, recent: Store, q: Tensor, options: Options) -> Tensor:
-        """Return the attention over the last tokens in bfloat16 and those before them."""
+        """Return the attention over the last tokens, in bfloat16, and the earlier ones."""
         count, size = q.shape[2], self.residual
         near = options._replace(window=min(size, options.window or size))
         recent.check_ring(count, self.lengths, near)

@@ -1,4 +1,4 @@
-"""Say what queries see of the tokens of a cache."""
+"""Options of attention over a cache, such as the tokens that each query sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Options(NamedTuple):
     sinks: Tensor | None
 
     def split(self, positions: Tensor, recent: int, tokens: int) -> tuple[Options | None, Options]:
-        """Return options for the tokens before the last ``recent`` ones of a query, and for those.
+        """Return options for the early tokens of each query, and for its last ``recent`` ones.
 
         Args:
             positions: (B, M) of the queries.

@@ -1,4 +1,4 @@
-"""Hold keys and values in buffers, with what is known of their places."""
+"""Hold keys and values in buffers, in one block for each sequence or in pages."""
 
 from __future__ import annotations
 

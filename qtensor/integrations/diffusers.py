@@ -135,14 +135,14 @@ class QTensorQuantizer(DiffusersQuantizer):
         if self._checkpoint is not None:
             return self._read(self._checkpoint, state_dict)
         if any(isinstance(tensor, QuantizedTensor) for tensor in state_dict.values()):
-            return state_dict  # of load_single_file
+            return state_dict  # load_single_file has read it
         checkpoint = _described(state_dict)
         self._check(checkpoint)
         return self._read(checkpoint, state_dict) if checkpoint.groups else state_dict
 
     @in_memory
     def _read(self, checkpoint: Checkpoint, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint of which a file holds the first part."""
+        """Return the tensors of a checkpoint whose first stored part is in ``stored``, a file."""
         first = {
             next(iter(group.roles.values())).name: name
             for name, group in checkpoint.groups.items()

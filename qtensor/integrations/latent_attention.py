@@ -31,7 +31,7 @@ class NewTokens(NamedTuple):
     @property
     def shape(self) -> Any:
         """Raise an error: a model that asks for it would compute keys and values from it."""
-        rule = "an absorbed cache needs a model that hands on what it returns"
+        rule = "an absorbed cache needs a model with absorbed projections"
         fix = "Call absorb_latent_attention(model)"
         fail("QTensorCache", rule, "a model that expands latents", fix, UnsupportedError)
 
@@ -65,12 +65,12 @@ def absorb_latent_attention(model: torch.nn.Module) -> int:
             rule = "kv_b_proj must be a linear layer without bias or adapter"
             fail(name, rule, type(projection).__name__, fix, UnsupportedError)
     for layer in layers:
-        layer.expand_kv = functools.partial(_handed_on, layer.expand_kv)
+        layer.expand_kv = functools.partial(_expand_or_pass, layer.expand_kv)
     return len(layers)
 
 
-def _handed_on(expand: Any, kv_nope: Any, k_rot: Any) -> Any:
-    """Return new tokens as they are, and what the model expands from other latents."""
+def _expand_or_pass(expand: Any, kv_nope: Any, k_rot: Any) -> Any:
+    """Return new tokens as they are, and expand other latents as the model does."""
     return (kv_nope, k_rot) if isinstance(kv_nope, NewTokens) else expand(kv_nope, k_rot)
 
 

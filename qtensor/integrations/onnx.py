@@ -71,7 +71,7 @@ def export(
         opset_version: 21 or later for FP8, 23 (the default) or later for 4 bits. From 24 on,
             factors of MX are FLOAT8E8M0; before, they are float32 numbers of the same values.
         exact: write NVFP4 as ``DequantizeLinear`` of the codes and ``Mul`` by the factor of the
-            tensor. False writes two ``DequantizeLinear``, the pattern that TensorRT joins: the
+            tensor. False writes two ``DequantizeLinear``, the pattern that TensorRT fuses: the
             factor of a block is multiplied by that of the tensor first, so that a value is rounded
             twice in float32 (a relative error of at most 2^-23).
         **options: other arguments of ``torch.onnx.export``; ``dynamo`` is True. ``external_data``
@@ -81,7 +81,7 @@ def export(
         The program, whose ``save`` writes a file.
 
     Raises:
-        UnsupportedError: ONNX has no word for a format, an option of it, or its elements at
+        UnsupportedError: ONNX cannot express a format, an option of it, or its elements at
             ``opset_version``; onnx or onnxscript is not installed; or ``verify=True``.
         QTensorError: the model has no quantized weights.
     """
@@ -94,7 +94,7 @@ def export(
     optimize = options.pop("optimize", True)
     kept = ("external_data", "keep_initializers_as_inputs")
     writing = {name: options.pop(name) for name in kept if name in options}
-    # Of a placeholder, the values are itself.
+    # A placeholder is plain already, so its dequantize changes nothing.
     table: Any = {torch.ops.aten.dequantize.self: libraries.identity}
     table |= options.pop("custom_translation_table", None) or {}
     options |= {"custom_translation_table": table, "opset_version": min(opset_version, _OF_TORCH)}
@@ -105,7 +105,7 @@ def export(
             libraries.convert(program.model, opset_version)
         _insert(program.model, placeholders, opset_version, exact)
     if optimize:
-        # It folds no DequantizeLinear.
+        # The optimizer leaves DequantizeLinear as it is.
         program.optimize()
     if f is not None:
         program.save(f, **writing)
@@ -189,7 +189,7 @@ def _plain_weights(model: nn.Module) -> Iterator[dict[int, QuantizedTensor]]:
             held[key] = t
 
 
-# ---- what ONNX can say
+# ---- weights that ONNX can express
 
 
 def _refuse(name: str, t: QuantizedTensor, opset: int) -> None:
@@ -204,17 +204,17 @@ def _refuse(name: str, t: QuantizedTensor, opset: int) -> None:
     if label not in _LABELS or element not in _FIRST:
         reason = f"DequantizeLinear has no {label}, at the opsets that torch and onnxscript write"
     elif not quantizer.factors_are_local:
-        reason = "a rotation (with_rht) is not DequantizeLinear"
+        reason = "DequantizeLinear does not undo a rotation (with_rht)"
     elif opset < _FIRST[element]:
         reason = f"DequantizeLinear has {element} codes from opset {_FIRST[element]} on"
         fix = f"Pass opset_version={_FIRST[element]}"
     elif t.ndim == 0 or (t.ndim != 2 and quantizer.side() == "_columnwise"):
         reason, fix = (
-            f"a weight of {t.ndim} dims has no such axis",
+            f"DequantizeLinear has no axis for the factors of a weight with {t.ndim} dims",
             "Quantize it rowwise, in 2 dims",
         )
     elif t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        reason = f"a weight of nominal dtype {t.dtype} is not that of its DequantizeLinear"
+        reason = f"a decoded weight cannot be cast to the nominal dtype {t.dtype}"
     if reason is not None:
         fail(f"onnx.export[{name}]", reason, quantizer.canonical, fix, UnsupportedError)
 

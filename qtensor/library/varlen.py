@@ -86,12 +86,16 @@ def _heads_first(t: Tensor, paged: bool) -> Tensor:
 
 def _varlen_alloc(args: VarlenArgs) -> Tensor:
     op, q, paged = "varlen_attention", args.q, args.block_table is not None
-    check(q.ndim == 3, op, "q must be (tokens, heads, size)", tuple(q.shape), "Fix it")
+    check(q.ndim == 3, op, "q must be (tokens, heads, size)", tuple(q.shape), "Reshape q")
     rule = "a block table needs seqused_k and no cu_seq_k, else keys need cu_seq_k"
     fits = (
         args.cu_seq_k is None and args.seqused_k is not None if paged else args.cu_seq_k is not None
     )
-    check(fits, op, rule, "another of them", "Pass that one")
+    lengths = {"cu_seq_k": args.cu_seq_k, "seqused_k": args.seqused_k}
+    given = " and ".join(name for name, t in lengths.items() if t is not None) or "no lengths"
+    table = "a block table" if paged else "no block table"
+    fix = "Pass seqused_k alone" if paged else "Pass cu_seq_k"
+    check(fits, op, rule, f"{table} and {given}", fix)
     k, v = _sides(args)
     for side in (k, v):
         check_side(op, side)

@@ -209,7 +209,7 @@ def _side(t: Numbers, usage: Usage | None) -> str:
     """Return ``"_rowwise"`` or ``"_columnwise"``, the data to read.
 
     Raises:
-        UnsupportedError: the tensor lacks them, or ``usage`` is no usage.
+        UnsupportedError: the tensor lacks them, or ``usage`` is not a usage.
     """
     quantizer = t._quantizer
     if usage is None:

@@ -322,7 +322,7 @@ def test_a_language_model_with_another_part(tmp_path):
     state["model.vision_tower.patch.weight"] = torch.ones(2, 2)
     config = {"model_type": "gemma3", "text_config": made.config.to_dict()}
     left_out = save_gguf(state, tmp_path / "x.gguf", config)
-    assert left_out == {"model.vision_tower.patch.weight": "it is no part of the language model"}
+    assert left_out == {"model.vision_tower.patch.weight": "it is not a part of the language model"}
     save_gguf(made, tmp_path / "y.gguf")
     assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()
 

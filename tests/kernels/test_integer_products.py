@@ -167,9 +167,9 @@ def test_rotated_operands() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "reason"),
     [
-        (("mxfp6", {"dtype": "e3m2"}), ("mxfp4", {}), "e3m2 codes are no small integers"),
+        (("mxfp6", {"dtype": "e3m2"}), ("mxfp4", {}), "e3m2 codes are not small integers"),
         (("nvfp4", {}), ("mxfp4", {}), "differ in size"),
-        (("mxfp8", {}), ("mxfp8", {}), "e4m3 codes are no small integers"),
+        (("mxfp8", {}), ("mxfp8", {}), "e4m3 codes are not small integers"),
     ],
     ids=["e3m2", "blocks", "mxfp8"],
 )

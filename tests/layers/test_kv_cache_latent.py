@@ -110,8 +110,8 @@ def test_absorbed_projections_are_latent_attention():
     [
         ({"v_head_size": 100}, "values must be blocks of 32 of the 192 elements"),
         ({"v_head_size": 224}, "values must be blocks of 32"),
-        ({"k_mean": "first"}, "latent values have no v_format, v_global and k_mean"),
-        ({"v_format": "mxfp4"}, "latent values have no v_format"),
+        ({"k_mean": "first"}, "a latent cache takes no v_format, v_global or k_mean; got k_mean"),
+        ({"v_format": "mxfp4"}, "a latent cache takes no v_format"),
     ],
 )
 def test_errors_name_the_rule(options, rule):

@@ -100,9 +100,9 @@ def test_copies_and_states():
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: pool(grow=True), "exclude grow, residual and such a mean; got grow"),
+        (lambda: pool(grow=True), "exclude grow, residual and a k_mean of each sequence; got grow"),
         (lambda: pool(residual=8), "got residual"),
-        (lambda: pool(k_mean="first"), "got k_mean of sequences"),
+        (lambda: pool(k_mean="first"), "got k_mean of each sequence"),
         (lambda: pool(page_size=0), "pages need a page_size"),
         (lambda: pool().append(tokens(1, batch=2), tokens(1, batch=2)), r"must name one of the 12"),
         (lambda: pool().select(torch.tensor([0])), "the caller assigns the pages"),

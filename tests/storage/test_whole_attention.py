@@ -200,6 +200,7 @@ def test_pages(text):
         ({"cu_seq_q": torch.ones(5)}, "cu_seq_q must be int64 or int32"),
         ({"cu_seq_k": torch.tensor([0, 9, 16, 19, 22])}, "cu_seq_k must .* with the 23 rows"),
         ({"cu_seq_k": torch.tensor([0, 23])}, "same number of sequences; got 4 and 1"),
+        ({"cu_seq_k": None}, "keys need cu_seq_k; got no block table and no lengths"),
         ({"max_q": 3}, "max_q must be at least the 4 queries"),
         ({"max_k": 8}, "max_k must be at least the 9 keys"),
         ({"seqused_k": torch.tensor([9, 7, 4, 4])}, "at most the keys of the sequence"),

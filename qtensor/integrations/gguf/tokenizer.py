@@ -24,7 +24,7 @@ PATTERNS = {
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",
 }
-"""Regular expression that parts texts before BPE -> ``tokenizer.ggml.pre``, the name of that rule
+"""Regular expression that splits texts before BPE -> ``tokenizer.ggml.pre``, the name of that rule
 in llama.cpp: of Llama 3, Qwen 2 and 3, and gpt-oss."""
 
 
@@ -32,7 +32,7 @@ def tokenizer_pairs(folder: str | os.PathLike[str], size: int) -> dict[str, Any]
     """Return the key-values of a tokenizer with ``size`` tokens.
 
     Raises:
-        CheckpointError: a file is missing or is no JSON.
+        CheckpointError: a file is missing or is not JSON.
         UnsupportedError: llama.cpp has no name for its rules, or it has more tokens.
     """
     about = read_json(os.path.join(folder, "tokenizer.json"))
@@ -73,7 +73,7 @@ def _signed(numbers: list[int]) -> GGUFValue:
 
 
 def _pattern(about: Mapping[str, Any]) -> str:
-    """Return the regular expression that parts texts, or ""."""
+    """Return the regular expression that splits texts, or ""."""
     pre = about.get("pre_tokenizer") or {}
     for part in pre.get("pretokenizers", [pre]):
         if part.get("type") == "Split":

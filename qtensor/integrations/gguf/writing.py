@@ -144,7 +144,7 @@ def _selected(
         elif own.rpartition(".")[2] in _ACTIVATIONS:
             left_out[name] = "llama.cpp has no such factor of activations"
         elif own.removeprefix("model.").startswith(_OTHER_PARTS):
-            left_out[name] = "it is no part of the language model"
+            left_out[name] = "it is not a part of the language model"
         else:
             names.append(name)
     return names, left_out

@@ -120,7 +120,7 @@ def _side_refusal(side: GemmSide) -> str | None:
     if quantizer is None:
         return "it is not quantized"
     if quantizer.element.name not in _ELEMENTS:
-        return f"products of {quantizer.element.name} codes are no small integers"
+        return f"products of {quantizer.element.name} codes are not small integers"
     if quantizer.spec.block is None or quantizer.spec.block[1] not in _BLOCKS:
         return "it has no blocks of 16 or 32"
     if side.side != ("_rowwise" if side.contracted == -1 else "_columnwise"):

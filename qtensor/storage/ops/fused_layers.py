@@ -105,6 +105,6 @@ def _named(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
 
 
 def _refuse(func: Op, name: str) -> None:
-    rule = "the weights may be quantized, the inputs are plain"
+    rule = "only the weights may be quantized, and the inputs must be plain"
     fix = "Call .dequantize() on the input"
     fail(str(func), rule, f"a quantized {name}", fix, UnsupportedError)
