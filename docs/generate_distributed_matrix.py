@@ -85,7 +85,8 @@ def render(outcomes: Outcomes) -> str:
         "Tensors have 256 x 256 values and both usages. Training means two steps of AdamW on two "
         "layers. Under `aot_eager`, the block (or the call) is compiled. Features without "
         "`aot_eager` have nothing to compile, because torch runs these calls between its "
-        "graphs, or are not compiled by torch ([distributed.md](distributed.md#what-torch-does-not-allow)).",
+        "graphs, or are not compiled by torch "
+        "([distributed.md](distributed.md#what-torch-does-not-allow)).",
         "",
     ]
     for title, rows in table.SECTIONS.items():
