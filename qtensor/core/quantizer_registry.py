@@ -161,7 +161,7 @@ class QuantizerLike(Protocol):
     def stored_factors(self, buffers: dict[str, Tensor]) -> Factors:
         """Return arguments that make the quantize op use the tensor-wide factors of ``buffers``."""
 
-    def second_factor(self, buffers: dict[str, Tensor], side: str) -> Tensor | None:
+    def global_factors(self, buffers: dict[str, Tensor], side: str) -> Tensor | None:
         """Return the tensor-wide factors of one side that multiply those of blocks, or None."""
 
     def amax(self, x: Tensor) -> list[Tensor]:

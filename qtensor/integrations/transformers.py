@@ -415,14 +415,14 @@ def _plain_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _set_fusions(config: PreTrainedConfig, fusions: dict[str, Any] | None) -> None:
-    """Set ``fusion_config``, by which files of ours stop loaders that do not know them."""
+    """Set or remove ``fusion_config``, which stops loaders that do not know our files."""
     config.fusion_config = fusions
     if not fusions:
         del config.fusion_config
 
 
 def _open(files: list[str] | None) -> checkpoints.Checkpoint | None:
-    """Return the open checkpoint of these files, or None if it is no safetensors checkpoint."""
+    """Return the open checkpoint of these files, or None if it is not a safetensors checkpoint."""
     if not files or not str(files[0]).endswith(".safetensors"):
         return None
     folder = os.path.dirname(os.path.abspath(files[0]))

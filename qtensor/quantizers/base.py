@@ -258,7 +258,7 @@ class Quantizer(FormatMethods):
         """Return arguments that make the quantize op use the tensor-wide factors of ``buffers``."""
         return {}
 
-    def second_factor(self, buffers: dict[str, Tensor], side: str) -> Tensor | None:
+    def global_factors(self, buffers: dict[str, Tensor], side: str) -> Tensor | None:
         """Return the tensor-wide decode factors that multiply those of blocks; None without them.
 
         Args:

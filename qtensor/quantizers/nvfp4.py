@@ -204,7 +204,7 @@ class NVFP4Quantizer(Quantizer):
         """
         return f"{side}_global_scale_inv" if self.with_global_scale_inv else f"_amax{side}"
 
-    def second_factor(self, buffers: dict[str, Tensor], side: str) -> Tensor:
+    def global_factors(self, buffers: dict[str, Tensor], side: str) -> Tensor:
         """Return the factor of the second level that decodes, float32 (1,), or one for each row."""
         factor = buffers[self.global_buffer(side)]
         # A quotient of two tensors is rounded once; this one can be traced.

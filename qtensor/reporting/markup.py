@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 def numeric(value: float, form: str = ".2f", css: str = "") -> Cell:
-    """Return a cell with a number; NaN is no value."""
+    """Return a cell with a number; the cell of NaN has no value."""
     return Cell(number(value, form), None if math.isnan(value) else value, css)
 
 

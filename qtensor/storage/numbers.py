@@ -140,7 +140,7 @@ class Numbers:
             UnsupportedError: as ``codes``.
         """
         side = _side(self, usage)
-        factor = self._quantizer.second_factor(by_name(self._quantizer, self.buffers()), side)
+        factor = self._quantizer.global_factors(by_name(self._quantizer, self.buffers()), side)
         if factor is None:
             return torch.ones((1, 1), dtype=torch.float32, device=self.device)
         return factor.reshape(1, -1) if side == "_columnwise" else factor.reshape(-1, 1)

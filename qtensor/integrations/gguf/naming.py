@@ -102,7 +102,7 @@ def _renamed(family: Family, name: str) -> str | None:
     if found is None:
         return None
     block, inner = found.groups()
-    if inner in family.block:  # a parameter that is no weight of a module
+    if inner in family.block:  # a parameter of a layer itself
         return f"blk.{block}.{family.block[inner]}.weight"
     module, _, suffix = inner.rpartition(".")
     if module not in family.block or suffix not in _SUFFIXES:

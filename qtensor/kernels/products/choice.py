@@ -209,7 +209,7 @@ def _keep_failure(problem: Problem, name: str, error: RuntimeError) -> str:
         _FAILED.clear()
     _FAILED[problem, name] = reason
     reset()
-    # Without the sizes, so that Python shows it once.
+    # The text has no sizes, so that Python shows one warning for products of all sizes.
     pair = f"{problem.a.label} x {problem.b.label}"
     text = f"qtensor: {name} cannot compute {pair}; {reason}; another backend does (see explain)"
     warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -43,7 +43,7 @@ def _exact_dtypes(problem: Problem, operand: GemmSide) -> tuple[torch.dtype, ...
         return _HALVES if operand.factors_follow else "factors run along the contraction"
     if label == "fp8_blockwise":
         if not operand.option("force_pow_2_scales"):
-            return "factors of blocks that are no powers of two do not fit 16 bits"
+            return "factors of blocks that are not powers of two do not fit 16 bits"
         return (torch.bfloat16,)
     if label == "nvfp4":
         if operand.rotated and not rotations_cancel(problem):
