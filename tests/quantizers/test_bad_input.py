@@ -103,7 +103,7 @@ def test_unknown_format(name: str) -> None:
     for function in (qtensor.quantizer, lambda f: qtensor.quantize(torch.ones(3), f)):
         with refused(
             qtensor.QTensorError,
-            f"the format must be a registered one; got {name!r}. Choose one of: {known}.",
+            f"the format must be a registered one; got {name!r}. Choose one of: {known}; for a",
         ):
             function(name)
 
