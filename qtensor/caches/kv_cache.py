@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.api import Format
 from qtensor.caches.global_value import wide_value
-from qtensor.caches.options import Options, shifted_sinks
+from qtensor.caches.options import Options, check_queries, check_values, shifted_sinks
 from qtensor.caches.pages import Pages
 from qtensor.caches.store import Layout, Store
 from qtensor.core.errors import UnsupportedError, check, fail
@@ -166,6 +166,7 @@ class KVCache:
         """
         rule = "k must be (B, heads, tokens, head size)"
         check(k.ndim == 4, "KVCache.append", rule, tuple(k.shape), "Reshape it")
+        check_values(v, latent=self._all.v is None)
         count, given = k.shape[2], positions
         if not count:
             return
@@ -279,9 +280,8 @@ class KVCache:
         Returns:
             (B, Hq, N, E).
         """
+        check_queries(q, k)
         count = k.shape[2]
-        rule, got = "q and k must have as many tokens", f"{q.shape[2]} and {count}"
-        check(q.shape[2] == count, "KVCache.update", rule, got, "Call append and attention")
         step = min(store.step for store in self._stores)
         if count <= step:
             self.append(k, v)

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.core.errors import check
+from qtensor.library.cache import check_rows
+
 
 class Options(NamedTuple):
     """Options of the ops of attention, in their order (``qtensor/library/attention.py``)."""
@@ -57,3 +60,31 @@ def shifted_sinks(sinks: Tensor, q: Tensor, mean: Tensor, scale: float) -> Tenso
     mean = mean.repeat_interleave(q.shape[1] // mean.shape[-2], -2).unsqueeze(-2)
     sinks = sinks.float() if sinks.ndim == 3 else sinks.float()[:, None]
     return sinks - (q.float() * mean).sum(-1) * scale
+
+
+def check_values(v: Tensor | None, *, latent: bool) -> None:
+    """Refuse values for a latent cache, and a cache of values that gets none.
+
+    Raises:
+        QTensorError: ``v`` does not fit the cache.
+    """
+    rule = "v must be (B, heads, tokens, head size), as the cache is not latent"
+    got, fix = "None", "Pass the values, or make the cache with latent=True"
+    if latent:
+        rule, fix = "v must be None, as the values of a latent cache are a part of k", "Pass None"
+        got = "" if v is None else str(tuple(v.shape))
+    check((v is None) == latent, "KVCache.append", rule, got, fix)
+
+
+def check_queries(q: Tensor, k: Tensor) -> None:
+    """Refuse queries that do not fit new keys, before these are appended.
+
+    Raises:
+        QTensorError: a shape or the dtype of ``q`` does not fit.
+    """
+    name = "KVCache.update"
+    check_rows(name, "q", q)
+    check_rows(name, "k", k)
+    rule = "q must have the sequences, tokens and head size of k, and a multiple of its heads"
+    same = q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:] and q.shape[1] % k.shape[1] == 0
+    check(same, name, rule, f"q {tuple(q.shape)}, k {tuple(k.shape)}", "Fix one of them")

@@ -28,18 +28,19 @@ class take_methods:
     for them too. It holds for the whole process, or for a ``with`` block.
     """
 
-    def __init__(self, methods: Iterable[str] | None = None) -> None:
+    def __init__(self, methods: str | Iterable[str] | None = None) -> None:
         """Take the methods.
 
         Args:
-            methods: values of ``quant_method`` in config.json, such as ``["fp8", "mxfp4"]``; None
-                for every one that ``qtensor.checkpoints`` reads.
+            methods: a value of ``quant_method`` in config.json, or several, such as
+                ``["fp8", "mxfp4"]``; None for every one that ``qtensor.checkpoints`` reads.
 
         Raises:
             QTensorError: a method is not read.
         """
         known = known_methods()
-        wanted = known if methods is None else tuple(methods)
+        chosen = [methods] if isinstance(methods, str) else methods
+        wanted = known if chosen is None else tuple(chosen)
         for method in wanted:
             if method not in known:
                 fix = f"Choose among {', '.join(known)}"

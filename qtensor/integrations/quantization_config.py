@@ -41,7 +41,7 @@ class QTensorConfig(QuantizationConfigMixin):
         self,
         format: Formats = None,
         *,
-        modules_to_not_convert: list[str] | None = None,
+        modules_to_not_convert: str | list[str] | None = None,
         layout: str = METHOD,
         **entry: Any,
     ) -> None:
@@ -52,8 +52,8 @@ class QTensorConfig(QuantizationConfigMixin):
                 from names of layers (``*`` and ``?`` allowed) to formats, as ``quantize_`` takes
                 it; the result of ``qtensor.search``, or the name of a ``.json`` file that it
                 saved; None for checkpoints that are quantized already.
-            modules_to_not_convert: names of modules, as transformers matches them: from the start
-                of a name, as a regular expression, or as a suffix.
+            modules_to_not_convert: a name of modules or several, as transformers matches them:
+                from the start of a name, as a regular expression, or as a suffix.
             layout: name of the layout that ``save_pretrained`` writes, such as ``"qtensor"`` or
                 ``"compressed-tensors"``; it must be one that ``qtensor.checkpoints`` writes.
             **entry: other keys of ``quantization_config`` in a config.json of ours.
@@ -68,6 +68,9 @@ class QTensorConfig(QuantizationConfigMixin):
             fail("QTensorConfig", "its arguments must be known", ", ".join(entry), fix)
         self.quant_method = METHOD
         self.format = _weight_formats(format)
+        if isinstance(modules_to_not_convert, str):
+            # transformers would take every letter for a name.
+            modules_to_not_convert = [modules_to_not_convert]
         self.modules_to_not_convert = modules_to_not_convert
         if find_layout(layout).writer is None:
             fix = 'Use layout="qtensor"'

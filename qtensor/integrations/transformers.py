@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     )
     raise ModuleNotFoundError(message) from error
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.modeling_utils import PreTrainedModel, remove_tied_weights_from_state_dict
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -35,7 +35,7 @@ from qtensor.api import parsed
 from qtensor.checkpoints.buffers import unshared
 from qtensor.checkpoints.layouts.qtensor import NOTE, read_label, without_note
 from qtensor.checkpoints.saving import without_quantization, writable
-from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.errors import UnsupportedError, check, fail
 from qtensor.debug.layers import is_conv1d
 from qtensor.integrations.caches import QTensorCache, kv_scales
 from qtensor.integrations.experts import ExpertWeights
@@ -55,7 +55,7 @@ from qtensor.weights.layers import match
 from qtensor.weights.shown import WeakMethod, show_formats
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 
 @register_quantizer(METHOD)
@@ -272,10 +272,14 @@ def attach(model: PreTrainedModel) -> None:
         model: a model; it gets what ``from_pretrained`` with a ``QTensorConfig`` gives it.
 
     Raises:
+        QTensorError: it is no model of transformers, or has no quantized weights.
         UnsupportedError: another library has quantized the model.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
+        rule = "the model must be one of transformers with quantized parameters"
+        fix = "Quantize its weights first, as qtensor.quantize_(model, ...) does"
+        check(_has_quantized(model), "attach", rule, type(model).__name__, fix)
         config = copy.deepcopy(model.config)
         for module in model.modules():
             if getattr(module, "config", None) is model.config and module is not model:
@@ -293,8 +297,13 @@ def attach(model: PreTrainedModel) -> None:
 def adopt(model: PreTrainedModel) -> None:
     """Do what ``attach`` does, but for a model that another library has quantized in part."""
     quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is None or isinstance(quantizer, QTensorQuantizer):
+    if isinstance(quantizer, QTensorQuantizer) or (quantizer is None and _has_quantized(model)):
         attach(model)
+
+
+def _has_quantized(model: object) -> bool:
+    """Return whether something is a model of transformers with quantized parameters."""
+    return isinstance(model, PreTrainedModel) and any(map(_quantized, model.parameters()))
 
 
 def _assemble_stored(
@@ -371,7 +380,13 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
     Returns:
         Quantized and plain tensors by name.
+
+    Raises:
+        QTensorError: it is no model of transformers.
     """
+    fits = hasattr(model, "all_tied_weights_keys")  # wrappers hand on those of their model
+    rule, fix = "the model is one of transformers", "Use its state_dict()"
+    check(fits, "weights", rule, type(model).__name__, fix)
     found = {k: t for k, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     plain = {key: t.detach() for key, t in found.items() if not _quantized(t)}
     kept = {*remove_tied_weights_from_state_dict(plain, model), *_untied(model, found)}

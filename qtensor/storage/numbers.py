@@ -216,11 +216,14 @@ def _side(t: Numbers, usage: Usage | None) -> str:
         return quantizer.side()
     if usage not in ("rowwise", "columnwise") or not getattr(quantizer, usage):
         present = [name for name, is_there in t.get_usages().items() if is_there]
+        fix = "Leave usage out"
+        if usage in ("rowwise", "columnwise"):
+            fix += f", or quantize with {usage}=True"
         fail(
             f"usage[{quantizer.format}]",
             f"the usage must be one of this tensor, {' or '.join(present)}",
             repr(usage),
-            f"Leave usage out, or quantize with {usage}=True",
+            fix,
             UnsupportedError,
         )
     return f"_{usage}"

@@ -470,7 +470,9 @@ def test_factors_that_llama_cpp_forgets(tmp_path):
     save_gguf(attention, tmp_path / "x.gguf")
 
 
-def test_a_state_dict_without_a_config(tmp_path):
+def test_what_is_no_model_of_transformers_is_refused(tmp_path):
     with pytest.raises(qtensor.QTensorError, match="Pass config="):
         save_gguf({"a": torch.ones(1)}, tmp_path / "x.gguf")
+    with pytest.raises(qtensor.QTensorError, match="is one of transformers; got Linear"):
+        save_gguf(torch.nn.Linear(2, 2), tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()

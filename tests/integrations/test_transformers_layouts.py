@@ -203,7 +203,7 @@ def test_gpt_oss_needs_no_argument(tmp_path):
             if isinstance(parameter, QuantizedTensor):  # the layout holds experts alone
                 module._parameters[key] = torch.nn.Parameter(parameter.dequantize())
     model.save_pretrained(tmp_path / "x")
-    with take_methods(["mxfp4"]):
+    with take_methods("mxfp4"):
         again = load(tmp_path / "x")
     assert torch.equal(logits(again), logits(model))
 

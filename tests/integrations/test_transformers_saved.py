@@ -171,6 +171,25 @@ def test_parameters_that_were_replaced_by_hand(tmp_path):
     assert model.hf_quantizer is another
 
 
+def test_models_without_quantized_weights_stay_plain(tmp_path):
+    model = dense("llama", tmp_path / "dense")
+    for plain in (model, torch.nn.Linear(4, 4)):
+        with pytest.raises(qtensor.QTensorError, match="attach: the model must be one of transf"):
+            attach(plain)
+    whole = torch.nn.ModuleDict({"text": model, "head": torch.nn.Linear(64, 64)})
+    qtensor.quantize_(whole, "nvfp4", lambda module, name: name == "head")
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved")), logits(model))
+
+
+def test_one_name_of_modules_that_stay_plain(tmp_path):
+    dense("llama", tmp_path)
+    config = QTensorConfig("nvfp4", modules_to_not_convert="q_proj")
+    layer = load(tmp_path, quantization_config=config).model.layers[0]
+    assert "weight=nvfp4" not in str(layer.self_attn.q_proj)
+    assert "weight=nvfp4" in str(layer.mlp.up_proj)
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
 def test_footprint_and_print(name, tmp_path):
     plain = dense(name, tmp_path)

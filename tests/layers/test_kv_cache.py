@@ -250,6 +250,7 @@ def test_bytes_of_a_token(text, size):
         (lambda: make(k_mean="mean"), "k_mean is 'first' or a tensor"),
         (lambda: make().append(tokens(25), tokens(25)), "positions must be below the 24 tokens"),
         (lambda: make().append(tokens(1)[0], tokens(1)), r"k must be \(B, heads"),
+        (lambda: make().append(tokens(1), None), r"v must be \(B, heads.* latent=True"),
         (lambda: make(k_mean="first").attention(tokens(1), soft_cap=5.0), "Leave out k_mean"),
         (lambda: global_value("mxfp8", 1.0), "the format must have a value of the whole cache"),
     ],
@@ -267,6 +268,21 @@ def test_a_refused_append_changes_nothing():
         cache.append(tokens(3), tokens(3))
     for name, t in cache.state_dict().items():
         assert_same_bytes(t, before[name])
+
+
+@pytest.mark.parametrize("change", ["heads", "size", "sequences", "tokens", "dtype"])
+def test_refused_queries_append_nothing(change):
+    cache, k, q = make(), tokens(2), tokens(2)
+    q = {
+        "heads": q[:, :1],
+        "size": q[..., :32],
+        "sequences": q[:1],
+        "tokens": q[:, :, :1],
+        "dtype": q.double(),
+    }[change]
+    with pytest.raises((qtensor.QTensorError, TypeError), match="update: q must"):
+        cache.update(q, k, k)
+    assert not cache.lengths.any()
 
 
 def test_a_ring_refuses_what_it_has_forgotten():
@@ -294,7 +310,7 @@ def test_a_long_prompt_in_a_ring_has_the_bits_of_one_without(options):
     plain.append(k, k)
     want = plain.attention(k, window=16, sinks=sinks)
     assert_same_bytes(ring.update(k, k, k, sinks=sinks), want)
-    with pytest.raises(qtensor.QTensorError, match="as many tokens"):
+    with pytest.raises(qtensor.QTensorError, match="sequences, tokens and head size of k"):
         ring.update(k, k[:, :, :50], k[:, :, :50])
 
 

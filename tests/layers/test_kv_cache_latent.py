@@ -121,6 +121,6 @@ def test_errors_name_the_rule(options, rule):
 
 def test_values_for_a_latent_cache_are_refused():
     cache, k = make(), rows()
-    with pytest.raises(qtensor.QTensorError, match="must all be None"):
+    with pytest.raises(qtensor.QTensorError, match="v must be None"):
         cache.append(k, k[..., :LATENT])
     assert not cache.lengths.any()

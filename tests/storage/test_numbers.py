@@ -73,6 +73,14 @@ def test_shapes_of_factors() -> None:
     assert rows.global_factors("columnwise").shape == (1, 40)
 
 
+def test_wrong_usages_are_refused() -> None:
+    q = qtensor.quantize(rand(4, 32), "mxfp8")
+    with pytest.raises(qtensor.UnsupportedError, match="or quantize with columnwise=True"):
+        q.codes("columnwise")
+    with pytest.raises(qtensor.UnsupportedError, match=r"got 'rows'\. Leave usage out\.$"):
+        q.codes("rows")  # type: ignore[arg-type]
+
+
 @formats
 def test_parts_and_bare_storages(case: FormatCase) -> None:
     q = case.quantize(rand(3, 64, 256))
