@@ -178,7 +178,7 @@ class Float8RowwiseQuantizer(_CurrentScaling):
     Attributes:
         axis: -1 (default): amax over the last dim, one factor for each row. 0: one factor for each
             column, for the operand whose contraction runs along the rows.
-        force_pow_2_scales: floor the factors to powers of two.
+        force_pow_2_scales: round the encode scale down to a power of two.
         amax_epsilon: lower bound of the amax.
     """
 

@@ -52,7 +52,7 @@ class Float8BlockQuantizer(Quantizer):
     Attributes:
         dtype: "e4m3" (default) or "e5m2", or the torch dtype.
         block_scaling_dim: 1 for 1x128 blocks, 2 for 128x128 blocks.
-        force_pow_2_scales: round the factors down to powers of two (default).
+        force_pow_2_scales: round encode scales down to powers of two (default).
         amax_epsilon: lower bound of the amax.
     """
 

@@ -38,7 +38,7 @@ class DelayedScaling(Recipe):
 
     Attributes:
         fp8_format: HYBRID (default), E4M3 or E5M2.
-        margin: factors are divided by ``2 ** margin``.
+        margin: encode scales are divided by ``2 ** margin``.
         amax_history_len: number of steps in the history, 1 to 1024.
         amax_compute_algo: "max" over the history, "most_recent", or a function of torch ops from
             the history (length, n) float32 to the maxima (n,) float32.
@@ -104,7 +104,7 @@ class Float8CurrentScaling(Recipe):
 
     Attributes:
         fp8_format: HYBRID (default), E4M3 or E5M2.
-        use_power_2_scales: round the factors down to powers of two.
+        use_power_2_scales: round the encode scales down to powers of two.
         amax_epsilon: lower bound of the maximum.
     """
 

@@ -209,7 +209,7 @@ def test_no_matrix_in_the_file(tmp_path):
 @pytest.mark.parametrize(("asked", "got"), [("fp8,fp7", "got 'fp7'."), (" , ", "got ''.")])
 def test_unknown_format(asked, got):
     message = fails("demo", "--formats", asked)
-    assert f"{got} Choose one of: {', '.join(FORMATS)}." in message
+    assert f"{got} Choose one of: {', '.join(FORMATS)}; for a format of your own" in message
 
 
 @pytest.mark.project
