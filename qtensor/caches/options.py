@@ -1,4 +1,4 @@
-"""Options of attention over a cache, such as the tokens that each query sees."""
+"""Options of attention over a cache, and checks of new queries and values."""
 
 from __future__ import annotations
 

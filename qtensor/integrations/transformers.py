@@ -272,7 +272,7 @@ def attach(model: PreTrainedModel) -> None:
         model: a model; it gets what ``from_pretrained`` with a ``QTensorConfig`` gives it.
 
     Raises:
-        QTensorError: it is no model of transformers, or has no quantized weights.
+        QTensorError: it is not a model of transformers, or has no quantized weights.
         UnsupportedError: another library has quantized the model.
     """
     quantizer = getattr(model, "hf_quantizer", None)
@@ -382,7 +382,7 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
         Quantized and plain tensors by name.
 
     Raises:
-        QTensorError: it is no model of transformers.
+        QTensorError: it is not a model of transformers.
     """
     fits = hasattr(model, "all_tied_weights_keys")  # wrappers hand on those of their model
     rule, fix = "the model is one of transformers", "Use its state_dict()"
