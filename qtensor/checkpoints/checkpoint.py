@@ -421,9 +421,7 @@ def load_state_dict(
         CheckpointError: the checkpoint is not sound, a tensor cannot be read, or torch has no such
             device.
     """
-    if rounding not in (None, "origin"):
-        fix = 'Pass None or "origin"'
-        refuse(Place(), "rounding is None or 'origin'", repr(rounding), fix)
+    check_rounding(rounding)
     _check_dtype(dtype)
     _check_device(device)
     state = {}
@@ -434,6 +432,17 @@ def load_state_dict(
         for name in checkpoint.inner_names() if rounding == "origin" else ():
             state[name] = checkpoint[name].to(device or "cpu")
     return state
+
+
+def check_rounding(rounding: Rounding) -> None:
+    """Refuse what is no rounding.
+
+    Raises:
+        CheckpointError: it is neither None nor "origin".
+    """
+    if rounding not in (None, "origin"):
+        fix = 'Pass None or "origin"'
+        refuse(Place(), "rounding is None or 'origin'", repr(rounding), fix)
 
 
 def _check_dtype(dtype: object) -> None:

@@ -27,7 +27,7 @@ from qtensor import checkpoints
 from qtensor.api import parsed, quantizer_of
 from qtensor.checkpoints import Checkpoint
 from qtensor.checkpoints.buffers import unshared
-from qtensor.checkpoints.checkpoint import Rounding
+from qtensor.checkpoints.checkpoint import Rounding, check_rounding
 from qtensor.checkpoints.containers.memory import MemoryContainer
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.saving import writable
@@ -35,6 +35,8 @@ from qtensor.core.errors import QTensorError, UnsupportedError, fail
 from qtensor.integrations import transformers
 from qtensor.integrations.loading import module_of
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.weights.layers import match
+from qtensor.weights.shown import show_formats
 
 
 class Method(StrEnum):
@@ -173,12 +175,22 @@ class QTensorQuantizer(DiffusersQuantizer):
         """Return True for quantized values, and for the weights that are quantized now."""
         if isinstance(param_value, QuantizedTensor):
             return True
-        text = self.quantization_config.format
         module, key = module_of(model, param_name)
-        if text is None or key != "weight" or not isinstance(module, nn.Linear):
+        if key != "weight" or not isinstance(module, nn.Linear):
             return False
+        return self._format_of(param_name) is not None
+
+    def _format_of(self, param_name: str) -> str | None:
+        """Return the format in which the weight of a linear layer is quantized, or None."""
+        formats = self.quantization_config.format
         skipped = [*(self.quantization_config.modules_to_not_convert or ()), *self._fp32]
-        return not any(part in param_name for part in skipped)
+        if formats is None or any(part in param_name for part in skipped):
+            return None
+        if isinstance(formats, str):
+            return formats
+        layer = param_name.rpartition(".")[0]
+        found = match("QTensorConfig", formats, [layer], "format", every=False)
+        return formats[found[layer]] if found else None
 
     def create_quantized_param(
         self,
@@ -193,8 +205,9 @@ class QTensorQuantizer(DiffusersQuantizer):
         module, key = module_of(model, param_name)
         value = param_value.to(target_device)
         if not isinstance(value, QuantizedTensor):
+            quantizer = parsed(str(self._format_of(param_name)))
             try:
-                value = parsed(str(self.quantization_config.format))(value)
+                value = quantizer(value)
             except QTensorError as error:
                 self.dense[param_name] = str(error)
         quantized = isinstance(value, QuantizedTensor)
@@ -204,11 +217,17 @@ class QTensorQuantizer(DiffusersQuantizer):
         self, model: nn.Module, keep_in_fp32_modules: Any = (), **_: object
     ) -> None:
         self._fp32 = [name for name in keep_in_fp32_modules or () if name]
+        formats = self.quantization_config.format
+        if isinstance(formats, dict):
+            layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+            match("QTensorConfig", formats, layers, "format")
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
+        for module in model.modules():
+            show_formats(module)
         return model
 
     def _dequantize(self, model: nn.Module) -> nn.Module:
@@ -341,8 +360,9 @@ def load_single_file(
         **options: arguments of ``from_single_file``, such as ``config`` and ``torch_dtype``.
 
     Raises:
-        CheckpointError: the file is not sound, or its layout is not known.
+        CheckpointError: the file is not sound, its layout is not known, or ``rounding`` is another.
     """
+    check_rounding(rounding)
     own: dict[str, Any] = {} if shape is None else {"shape": shape}
     dtype = options.get("torch_dtype", options.get("dtype"))
     with checkpoints.open(path, layout, **own) as checkpoint:

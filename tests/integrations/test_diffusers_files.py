@@ -183,3 +183,8 @@ def test_a_name_without_a_description_is_not_guessed(tmp_path):
         safetensors.torch.save_file({**wrong, "b": torch.ones(1)}, path)
         with pytest.raises(checkpoints.CheckpointError):
             checkpoints.open(path, "bfl")
+
+
+def test_an_unknown_rounding_is_refused(tmp_path):
+    with pytest.raises(qtensor.QTensorError, match="rounding is None or 'origin'; got 'exact'"):
+        loaded("flux", tmp_path / "x.safetensors", tmp_path, rounding="exact")

@@ -80,6 +80,22 @@ def test_modules_to_not_convert_and_dequantize(tmp_path):
     torch.testing.assert_close(run(made), result, rtol=0.05, atol=0.05)
 
 
+def test_a_dict_of_formats(tmp_path):
+    """Each layer has the format of the first pattern; the model's repr shows it."""
+    formats = {"*.to_q": "mxfp8", "*.to_out.*": None, "*attn*": "nvfp4"}
+    made = load_quantized("flux", formats, tmp_path, modules_to_not_convert="to_v")
+    found = quantized(made)
+    assert {p.quantizer.canonical for p in found.values()} == {"mxfp8", "nvfp4"}
+    for name, layer in made.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            expected = "attn" in name and "to_v" not in name and "to_out" not in name
+            assert (f"{name}.weight" in found) == expected
+            format = "mxfp8" if name.endswith(".to_q") else "nvfp4"
+            assert (f"weight={format}" in str(layer)) == expected
+    with pytest.raises(qtensor.QTensorError, match=r"must match a linear layer.*got '\*\.to_x'"):
+        load("flux", tmp_path, quantization_config=QTensorConfig({"*.to_x": "nvfp4"}))
+
+
 def test_what_a_config_and_a_folder_say(tmp_path):
     made = load_quantized("sd3", "fp8", tmp_path / "dense")
     made.save_pretrained(tmp_path / "saved")
