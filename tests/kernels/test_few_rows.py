@@ -192,6 +192,11 @@ def test_the_weight_on_the_left(fmt: str, options: dict[str, Any]):
     same_bits(qtensor.gemm(w, x, "TN", dtype=torch.float32).t().contiguous(), want)
     same_bits(qtensor.gemm(w, x[:1], "TN", dtype=torch.float32).t().contiguous(), want[:1])
     assert qtensor.explain(w, x.t(), "NN").backend == "few_rows"
+    # Both dims of a square x fit the weight.
+    w, x = quantized(N, 32, fmt, options), torch.randn(32, 32)
+    want = qtensor.gemm(x, w, "TN", dtype=torch.float32)
+    same_bits((w @ x.t()).t().contiguous(), want)
+    same_bits(qtensor.gemm(w, x, "TN", dtype=torch.float32).t().contiguous(), want)
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "mxfp8", "mxfp6", "fp8", "fp8_rowwise"])

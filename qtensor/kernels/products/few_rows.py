@@ -36,6 +36,7 @@ class FewRows:
     def __init__(self, problem: Problem) -> None:
         self.mirrored = mirrored(problem)
         self.problem = self.mirrored or problem
+        self.layout = problem.layout
         self.each = FewRows(of_each(problem)) if problem.batched else None
         bias = problem.bias
         # Kernels add one value a column and write `native.DTYPES`; torch does the rest in float32.
@@ -63,7 +64,7 @@ class FewRows:
 
     def _multiply_mirrored(self, out: Tensor, weight: list[Tensor], x: Tensor) -> str | None:
         (rows, _), (columns, _) = self.problem.a.shape, self.problem.b.shape
-        x = x if x.shape == self.problem.a.shape else x.t()
+        x = x if self.layout == "TN" else x.t()
         in_place, dtype = rows == 1 and self.finishes, out.dtype if self.finishes else _FLOAT32
         result = out.view(1, -1) if in_place else out.new_empty(rows, columns, dtype=dtype)
         reason = self._multiply(result, [x], weight, None)
