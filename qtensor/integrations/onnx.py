@@ -83,14 +83,15 @@ def export(
     Raises:
         UnsupportedError: ONNX cannot express a format, an option of it, or its elements at
             ``opset_version``; onnx or onnxscript is not installed; or ``verify=True``.
-        QTensorError: the model has no quantized weights.
+        QTensorError: the model has no quantized weights, or an input is quantized.
     """
     libraries, stored = _libraries(), _quantized(model)
     rule = "the model must have quantized parameters or buffers"
-    check(bool(stored), "onnx.export", rule, type(model).__name__, "Use torch.onnx.export")
+    fix = "Use torch.onnx.export, for a model with a recipe after qtensor.revert_(model)"
+    check(bool(stored), "onnx.export", rule, type(model).__name__, fix)
     for name, t in stored.items():
         _refuse(name, t, opset_version)
-    _check_options(options)
+    _check_options(args, options)
     optimize = options.pop("optimize", True)
     kept = ("external_data", "keep_initializers_as_inputs")
     writing = {name: options.pop(name) for name in kept if name in options}
@@ -112,8 +113,12 @@ def export(
     return program
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _check_options(args: Any, options: dict[str, Any]) -> None:
     """Refuse arguments of ``torch.onnx.export`` that do not fit, and remove ``dynamo``."""
+    inputs = args if isinstance(args, (tuple, list)) else [args]
+    rule, fix = "example inputs must be plain", "Pass plain tensors"
+    count = sum(map(is_quantized, inputs))
+    check(not count, "onnx.export", rule, f"{count} quantized", fix)
     for word in ("verify", "report"):
         rule = f"{word}=True would run the program before the weights are in it"
         fix = "Leave it out, and run the returned program"

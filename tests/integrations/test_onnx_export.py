@@ -251,3 +251,9 @@ def test_a_failed_export_keeps_the_weights() -> None:
     assert isinstance(model.weights[0], qtensor.QuantizedTensor)
     with pytest.raises(QTensorError, match="must have quantized parameters or buffers; got Linear"):
         export(nn.Linear(4, 4), (torch.zeros(1, 4),))
+    with pytest.raises(QTensorError, match="example inputs must be plain; got 1 quantized"):
+        export(Weights(quantized("fp8")), (quantized("fp8"),))
+    converted = nn.Sequential(nn.Linear(32, 32))
+    qtensor.convert_(converted, qtensor.recipes.MXFP8BlockScaling())
+    with pytest.raises(QTensorError, match=r"a recipe after qtensor\.revert_"):
+        export(converted, (torch.zeros(32, 32),))

@@ -166,9 +166,9 @@ def arguments(name: str) -> dict[str, Any]:
 
 
 WRONG = [
-    ("mxfp8", {"offs": None}, r"offs must be int32 \(groups,\); got None"),
+    ("mxfp8", {"offs": None}, r"offs must be int32 \(3,\); got None"),
     ("mxfp8", {"offs": torch.tensor([1, 2, 3])}, "offs must be int32"),
-    ("mxfp8", {"offs": ends([1, 2])}, "offs must be int32"),
+    ("mxfp8", {"offs": ends([1, 2])}, r"offs must be int32 \(3,\); got torch.int32 \(2,\)"),
     ("mxfp8", {"offs": ends([5, 3, 256])}, "offs must ascend from 0 to at most 256"),
     ("mxfp8", {"offs": ends([5, 30, 257])}, "offs must ascend from 0 to at most 256"),
     ("mxfp8", {"output_dtype": torch.float32}, "output_dtype must be torch.bfloat16"),
@@ -213,5 +213,8 @@ def test_what_torch_does_not_multiply_by_groups() -> None:
     with pytest.raises(QTensorError, match="a matrix with offs, or a stack without"):
         x.scaled_grouped_mm_args("a", offs=ends([1, 2, 3]))
     rows = quantize("mxfp8", 80, 256)
+    for offs in ([40, 80], torch.tensor([40, 80])):
+        with pytest.raises(QTensorError, match=r"offs must be an int32 tensor; got (list|torch)"):
+            rows.scaled_grouped_mm_args("a", offs=offs)
     with pytest.raises(QTensorError, match=r"must have multiples of 32 values; got .*48"):
         rows.scaled_grouped_mm_args("a", offs=ends([48, 256]), along_k=True)

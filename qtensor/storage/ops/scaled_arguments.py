@@ -54,6 +54,9 @@ def scaled_grouped_mm_args(
     name = f"scaled_grouped_mm_args[{t._quantizer.format}]"
     rule, fix = 'side must be "a" or "b"', "Pass one of them"
     check(side in ("a", "b"), name, rule, repr(side), fix)
+    fits = offs is None or (isinstance(offs, Tensor) and offs.dtype is torch.int32)
+    rule, got = "offs must be an int32 tensor", str(getattr(offs, "dtype", type(offs).__name__))
+    check(fits, name, rule, got, "Pass the end of each group, or None for a stack")
     rule = "the tensor must be a matrix with offs, or a stack without"
     fits = t.ndim == (3 if offs is None else 2) and not (along_k and offs is None)
     got = f"{tuple(t.shape)}, offs {'given' if offs is not None else None}"

@@ -160,10 +160,8 @@ def _groups(call: _Call) -> int:
         check(fits, _GROUPED, rule, f"{stacks}, offs {offs is not None}", "Fix the arguments")
         return stacks[0]
     fits = offs is not None and offs.ndim == 1 and offs.dtype == torch.int32
-    rule, got = (
-        "offs must be int32 (groups,)",
-        None if offs is None else f"{offs.dtype} {offs.shape}",
-    )
+    rule = f"offs must be int32 ({stacks[0] if stacks else 'groups'},)"
+    got = None if offs is None else f"{offs.dtype} {tuple(offs.shape)}"
     if not fits or offs is None or (stacks and offs.shape[0] != stacks[0]):
         fail(_GROUPED, rule, got, "Pass the end of each group")
     return offs.shape[0]
