@@ -6,8 +6,6 @@ models are the text encoders of pipelines. docs/diffusers.md shows what works.
 
 from __future__ import annotations
 
-import glob
-import json
 import os
 from collections.abc import Mapping
 from enum import StrEnum
@@ -29,6 +27,7 @@ from qtensor.checkpoints import Checkpoint
 from qtensor.checkpoints.buffers import unshared
 from qtensor.checkpoints.checkpoint import Rounding, check_rounding
 from qtensor.checkpoints.containers.memory import MemoryContainer
+from qtensor.checkpoints.containers.shard_files import path_of
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.saving import writable
 from qtensor.core.errors import QTensorError, UnsupportedError, fail
@@ -109,7 +108,7 @@ class QTensorQuantizer(DiffusersQuantizer):
         files = [str(file) for file in checkpoint_files]
         if not all(file.endswith(".safetensors") for file in files):
             return loaded_keys
-        checkpoint = checkpoints.open(_path_of(files))
+        checkpoint = checkpoints.open(path_of(files))
         self._check(checkpoint)
         if not checkpoint.groups:
             checkpoint.close()
@@ -292,19 +291,6 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if isinstance(tensor, QuantizedTensor):
         return quantizer_of(tensor).assemble(tensor.buffers(), tensor.shape, dtype)
     return tensor.to(dtype)
-
-
-def _path_of(files: list[str]) -> str:
-    """Return the path with which ``checkpoints.open`` reads files: the file, or their index."""
-    if len(files) == 1:
-        return files[0]
-    names = {os.path.basename(file) for file in files}
-    for index in glob.glob(os.path.join(os.path.dirname(files[0]), "*.safetensors.index.json")):
-        with open(index, encoding="utf-8") as file:
-            if set(json.load(file)["weight_map"].values()) == names:
-                return index
-    fix = "Download the whole folder"
-    fail("from_pretrained", "an index lists the shards", ", ".join(sorted(names)), fix)
 
 
 def _described(state_dict: Mapping[str, Tensor]) -> Checkpoint:

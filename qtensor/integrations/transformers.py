@@ -33,6 +33,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from qtensor import checkpoints
 from qtensor.api import parsed
 from qtensor.checkpoints.buffers import unshared
+from qtensor.checkpoints.containers.shard_files import path_of
 from qtensor.checkpoints.layouts.qtensor import NOTE, read_label, without_note
 from qtensor.checkpoints.saving import without_quantization, writable
 from qtensor.core.errors import UnsupportedError, check, fail
@@ -441,9 +442,8 @@ def _open(files: list[str] | None) -> checkpoints.Checkpoint | None:
     if not files or not str(files[0]).endswith(".safetensors"):
         return None
     folder = os.path.dirname(os.path.abspath(files[0]))
-    whole = {"model.safetensors"} if len(files) == 1 else None
-    path = folder if whole is None or os.path.basename(files[0]) in whole else files[0]
-    return checkpoints.open(path)
+    is_whole = [os.path.basename(file) for file in files] == ["model.safetensors"]
+    return checkpoints.open(folder if is_whole else path_of(files))
 
 
 def _factor_names(checkpoint: checkpoints.Checkpoint) -> set[str]:

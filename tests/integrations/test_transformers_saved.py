@@ -205,3 +205,20 @@ def test_footprint_and_print(name, tmp_path):
     assert str(plain.model.layers[0].self_attn.q_proj).endswith("bias=False)")
     if name == "qwen3-moe":
         assert "gate_up_proj=nvfp4(row_scaled=True)" in str(loaded.model.layers[0].mlp.experts)
+
+
+def test_shards_of_a_variant(tmp_path):
+    """A folder may hold an index for each variant: the weights are those of the one asked for."""
+    want = {}
+    for seed, variant in enumerate([None, "other"]):
+        torch.manual_seed(seed)
+        dense("llama", tmp_path / str(seed))
+        model = load(tmp_path / str(seed), quantization_config=QTensorConfig("mxfp8"))
+        codes = model.model.layers[0].mlp.up_proj.weight._rowwise_data
+        codes[:] = seed + 40
+        model.save_pretrained(tmp_path / "both", variant=variant, max_shard_size="60KB")
+        want[variant] = codes
+    assert (tmp_path / "both" / "model.safetensors.index.other.json").exists()
+    for variant, codes in want.items():
+        found = load(tmp_path / "both", variant=variant).model.layers[0].mlp.up_proj.weight
+        assert torch.equal(found._rowwise_data, codes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,6 +20,24 @@ _KINDS = {"safetensors": "safetensors", "torch": "zips of torch.save"}
 """Kinds of shards -> what messages call them."""
 MAX_JSON = 100_000_000
 """Most bytes of a JSON file beside the tensors."""
+
+
+def path_of(files: Sequence[str]) -> str:
+    """Return what ``open`` reads as these files: the one file, or the index of these shards.
+
+    A folder may hold an index for each variant of a model.
+
+    Raises:
+        CheckpointError: no index lists the shards.
+    """
+    if len(files) == 1:
+        return files[0]
+    folder, names = os.path.dirname(files[0]), {os.path.basename(file) for file in files}
+    for index in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors.index*.json"))):
+        with open(index, encoding="utf-8") as file:
+            if set(json.load(file)["weight_map"].values()) == names:
+                return index
+    refuse(Place(folder), "an index lists the shards", sorted(names), "Download the whole folder")
 
 
 class SeveralFiles:
