@@ -488,4 +488,7 @@ class KVCache:
         k, v = self._all.rows[0], self._all.rows[-1]
         shape = (self.lengths.shape[0], k.shape[1], self.capacity)
         sizes = f"k={k.form.text} {k.shape[3]}, v={v.form.text} {self._all.v_size}"
-        return f"KVCache({shape}, {sizes})"
+        options = {"window": self.window, "residual": self.residual, "grow": self.grow}
+        options["latent"] = self._all.v is None
+        shown = "".join(f", {name}={value}" for name, value in options.items() if value)
+        return f"KVCache({shape}, {sizes}{shown})"
