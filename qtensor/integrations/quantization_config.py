@@ -82,6 +82,10 @@ class QTensorConfig(QuantizationConfigMixin):
         """Return a value of ``to_dict``; transformers asks a config for ``quant_method`` so."""
         return self.to_dict().get(key, default)
 
+    def __repr__(self) -> str:
+        names = ("format", "modules_to_not_convert", "layout")
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in names)})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return ``quantization_config`` of config.json, as the layout last written has it."""
         if self._entry is not None:

@@ -185,6 +185,7 @@ def test_models_without_quantized_weights_stay_plain(tmp_path):
 def test_one_name_of_modules_that_stay_plain(tmp_path):
     dense("llama", tmp_path)
     config = QTensorConfig("nvfp4", modules_to_not_convert="q_proj")
+    assert "(format='nvfp4', modules_to_not_convert=['q_proj'], layout='qtensor')" in repr(config)
     layer = load(tmp_path, quantization_config=config).model.layers[0]
     assert "weight=nvfp4" not in str(layer.self_attn.q_proj)
     assert "weight=nvfp4" in str(layer.mlp.up_proj)
