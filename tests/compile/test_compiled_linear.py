@@ -9,7 +9,9 @@ import weakref
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from training import RECIPES, WIDTH, assert_same, build, compiled, region, step, twins
 
 import qtensor
@@ -112,6 +114,47 @@ def test_what_needs_no_gradient(frozen):
         results.append([out.detach(), *(g for g in grads if g is not None)])
         assert len(results[-1]) == 3
     assert_same(*results)
+
+
+@pytest.mark.parametrize("wanted", ["nothing", "input", "weight"])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_no_op_of_a_graph_returns_a_list_of_one_tensor(recipe, wanted):
+    """Code that Inductor writes with the option cpp_wrapper takes such a list for a tensor."""
+    results = []
+
+    def look(graph: torch.fx.GraphModule, _: object) -> object:
+        values = [node.meta.get("val") for node in graph.graph.nodes]
+        results.extend(len(value) for value in values if isinstance(value, (list, tuple)))
+        return make_boxed_func(graph.forward)
+
+    module, x = build("linear"), torch.randn(32, WIDTH)
+    x.requires_grad_(wanted == "input")
+    module.weight.requires_grad_(wanted == "weight")
+    module.bias.requires_grad_(False)
+    call = torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=look))
+    with region(RECIPES[recipe]()):
+        out, expected = call(x), module(x)
+        assert_same([out], [expected])
+        if wanted != "nothing":
+            tensor = x if wanted == "input" else module.weight
+            grads = [torch.autograd.grad(y.sum(), tensor) for y in (out, expected)]
+            assert_same(list(grads[0]), list(grads[1]))
+    assert results
+    assert 1 not in results
+
+
+@pytest.mark.nightly(reason="g++ compiles the graphs for half a minute")
+@pytest.mark.parametrize("wanted", ["nothing", "weight"])
+def test_calls_that_inductor_writes_in_cpp(wanted):
+    module, x = build("linear"), torch.randn(32, WIDTH)
+    module.bias.requires_grad_(False)
+    call = torch.compile(module, fullgraph=True, options={"cpp_wrapper": True})
+    with region(RECIPES["mxfp8"]()), torch.set_grad_enabled(wanted == "weight"):
+        out, expected = call(x), module(x)
+        assert_same([out], [expected])
+        if wanted == "weight":
+            grads = [torch.autograd.grad(y.sum(), module.weight) for y in (out, expected)]
+            assert_same(list(grads[0]), list(grads[1]))
 
 
 def test_a_layer_of_torch_compiled_by_itself():

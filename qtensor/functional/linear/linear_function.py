@@ -18,7 +18,7 @@ All other calls are those with an operand that stays in high precision, comes fr
 operation already quantized, is split over ranks, or is a weight from a workspace. Compiled code
 takes the same paths: Dynamo sees ``qtensor_composite::linear`` (one_op.py), which the compiler
 decomposes into one of them. Backward takes one op, or single ops also if the weight gradient goes
-to ``main_grad`` or is delayed.
+to ``main_grad`` or is delayed, and in a graph if there is one gradient alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.linear_plans import backward_text, forward_text
 from qtensor.core.operand import Operand, plain_operand
+from qtensor.core.torch_state import has_modes
 from qtensor.functional.debugging import asks_for, tell_debug
 from qtensor.functional.linear.args import DelayedCall, LinearBwdArgs, LinearFwdArgs
 from qtensor.functional.linear.layer_plan import assembly, parts
@@ -153,6 +154,21 @@ def _saves_input_itself(args: LinearFwdArgs) -> bool:
     return args.save_original_input and args.plan.backward_override is None
 
 
+def _makes_graph() -> bool:
+    """Return whether this call becomes part of a graph.
+
+    No op of a graph may return a list of one tensor: code that Inductor writes with the option
+    ``cpp_wrapper`` takes the list for the tensor, and crashes.
+    """
+    return torch.compiler.is_compiling() or has_modes()
+
+
+def _has_many_results(args: LinearBwdArgs) -> bool:
+    """Return whether backward by one op returns several tensors."""
+    gradients = (args.inp_requires_grad, args.weight_requires_grad, args.bias_requires_grad)
+    return sum(gradients) + args.plan.delayed[2] > 1
+
+
 def _forward_in_one_op(args: LinearFwdArgs, x: Tensor) -> _Products:
     """Quantize and multiply ``x`` (M, K) and the weight (N, K) in one op."""
     plan, seeds = args.plan, args.seeds
@@ -160,9 +176,11 @@ def _forward_in_one_op(args: LinearFwdArgs, x: Tensor) -> _Products:
     weight_kept = plan.weight if args.cache_weight else plan.saved_weight
     x_quantizer = plan.input if x_kept else parts(plan.input).row_canonical
     scales = None if args.delayed is None else args.delayed.scales
-    text = forward_text(x_quantizer, x_kept, plan.weight, weight_kept, args.dtype)
+    is_alone = not (x_kept or weight_kept or any(plan.delayed[:2]))
+    returned = x_quantizer if is_alone and _makes_graph() else x_kept
+    text = forward_text(x_quantizer, returned, plan.weight, weight_kept, args.dtype)
     out, *rest = LINEAR_FORWARD(x, args.weight, args.bias, text, scales, seeds[0], seeds[1])
-    x_count, weight_count = (parts(c).total if c else 0 for c in (x_kept, weight_kept))
+    x_count, weight_count = (parts(c).total if c else 0 for c in (returned, weight_kept))
     x_buffers, rest = rest[:x_count], rest[x_count:]
     weight_buffers, amaxes = rest[:weight_count], rest[weight_count:]
     saved_input = Operand(x_buffers, x_kept, x.shape) if x_kept else None
@@ -396,6 +414,7 @@ def linear_backward(
         and (args.weight is None or args.weight.canonical)
         and args.main_grad is None
         and not args.postpone_key
+        and (_has_many_results(args) or not _makes_graph())
     ):
         gradients = _backward_in_one_op(args, matrix)
     else:
