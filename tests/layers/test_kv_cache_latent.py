@@ -128,4 +128,6 @@ def test_values_for_a_latent_cache_are_refused():
 
 def test_the_repr_names_options():
     cache = make("mxfp8", residual=8)
-    assert repr(cache).endswith(f"k=mxfp8 {LATENT + ROPE}, v=mxfp8 {LATENT}, residual=8, latent=True)")
+    assert repr(cache).endswith(
+        f"k=mxfp8 {LATENT + ROPE}, v=mxfp8 {LATENT}, residual=8, latent=True)"
+    )
