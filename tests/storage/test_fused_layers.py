@@ -67,5 +67,5 @@ def test_attention_with_quantized_projections(fmt, need_weights, average, same, 
 def test_quantized_inputs_are_named():
     layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True).eval()
     x = qtensor.quantize(torch.randn(2, 16, 128), "mxfp8")
-    with torch.no_grad(), pytest.raises(qtensor.UnsupportedError, match="inputs are plain"):
+    with torch.no_grad(), pytest.raises(qtensor.UnsupportedError, match="inputs must be plain"):
         layer(x)
