@@ -66,8 +66,9 @@ def remote(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
         return linear_(weight, *rest, **options)
 
     monkeypatch.setattr(native, "linear_", sized)
-    monkeypatch.setattr(here.handle, "qt_linear", found.linear)
-    with loaded(here), left_to_python():
+    with loaded(here), left_to_python(), pytest.MonkeyPatch.context() as patch:
+        # C++ takes the address of the function, so the patch comes after it.
+        patch.setattr(here.handle, "qt_linear", found.linear)
         yield found
     found.close()
 
