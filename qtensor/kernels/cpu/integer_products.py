@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div
-from qtensor.core.quantizer_registry import QuantizerLike, parse
+from qtensor.core.quantizer_registry import parse
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.buffers import has_memory, is_plain
 from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer
@@ -85,7 +85,6 @@ def _struct(canonical: str) -> CQuantizer:
 
 def _readable(lines: Lines, length: int) -> Lines | None:
     """Return lines whose codes lie along them or across them; None if they do not fit."""
-    quantizer: QuantizerLike = parse(lines.canonical)
     facts = _struct(lines.canonical)
     blocks, size = ceil_div(length, facts.block), ceil_div(length, facts.codes) * facts.bytes
     codes, scales = lines.codes, lines.scales
@@ -98,7 +97,7 @@ def _readable(lines: Lines, length: int) -> Lines | None:
         is_plain(factors, torch.float32) and factors.numel() in (1, lines.number)
     ):
         return None
-    if quantizer.spec.block is None or 1 not in _strides(codes):
+    if 1 not in _strides(codes):
         codes = codes.contiguous()
     return lines._replace(codes=codes)
 

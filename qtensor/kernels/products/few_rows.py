@@ -9,6 +9,7 @@ from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.operand import Operand
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import Rows
+from qtensor.kernels.products.finishing import finish_in_torch, kernel_finishes
 from qtensor.kernels.products.problem import Problem
 from qtensor.kernels.products.stacks import matrix_of
 from qtensor.kernels.products.tiles import decoded
@@ -38,9 +39,7 @@ class FewRows:
         self.problem = self.mirrored or problem
         self.layout = problem.layout
         self.each = FewRows(of_each(problem)) if problem.batched else None
-        bias = problem.bias
-        # Kernels add one value a column and write `native.DTYPES`; torch does the rest in float32.
-        self.finishes = problem.dtype in native.DTYPES and (bias is None or len(bias[0]) < 2)
+        self.finishes = kernel_finishes(problem)
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
@@ -55,12 +54,7 @@ class FewRows:
             return self._multiply_mirrored(out, a, b[0])
         if self.finishes and (self.each is None or bias is None):
             return self._multiply(out, a, b, bias)
-        total = torch.empty_like(out, dtype=_FLOAT32)
-        reason = self._multiply(total, a, b, None)
-        if reason is None:
-            total = total if bias is None else total + bias.float()
-            out.copy_(torch.where(total.isnan(), torch.nan, total))
-        return reason
+        return finish_in_torch(out, bias, lambda total: self._multiply(total, a, b, None))
 
     def _multiply_mirrored(self, out: Tensor, weight: list[Tensor], x: Tensor) -> str | None:
         (rows, _), (columns, _) = self.problem.a.shape, self.problem.b.shape

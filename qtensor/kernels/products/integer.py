@@ -10,8 +10,8 @@ from torch import Tensor
 
 from qtensor.core.operand import Operand
 from qtensor.kernels import table
-from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.integer_products import Lines, integer_products_
+from qtensor.kernels.products.finishing import finish_in_torch, kernel_finishes
 from qtensor.kernels.products.problem import GemmSide, Problem, rotations_cancel
 from qtensor.kernels.products.stacks import matrix_of, stack_refusal
 from qtensor.kernels.products.weight_rows import of_each
@@ -36,9 +36,7 @@ class IntegerProducts:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.each = IntegerProducts(of_each(problem)) if problem.batched else None
-        # The kernel adds one value a column and writes `native.DTYPES`; torch does the rest.
-        bias = problem.bias
-        self.finishes = problem.dtype in native.DTYPES and (bias is None or len(bias[0]) < 2)
+        self.finishes = kernel_finishes(problem)
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
@@ -69,12 +67,7 @@ class IntegerProducts:
         """Write ``out``; or return why these tensors cannot be taken."""
         if self.finishes and (self.each is None or bias is None):
             return self._multiply(out, a, b, bias)
-        total = torch.empty_like(out, dtype=torch.float32)
-        reason = self._multiply(total, a, b, None)
-        if reason is None:
-            total = total if bias is None else total + bias.float()
-            out.copy_(torch.where(total.isnan(), torch.nan, total))
-        return reason
+        return finish_in_torch(out, bias, lambda total: self._multiply(total, a, b, None))
 
     def _multiply(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
