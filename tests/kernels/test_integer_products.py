@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import integer_oracle as oracle
@@ -147,6 +148,22 @@ def test_factors_at_the_ends_of_their_range(isa: str) -> None:
 
 def one_nan(t: Tensor) -> Tensor:
     return torch.where(t.isnan(), torch.nan, t)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_largest_sums(isa: str) -> None:
+    """Codes of the largest value, of either sign: no sum of a block may leave its 16 or 32 bits."""
+    largest = {"mxfp4": 6.0, "mxfp6": 7.5, "nvfp4": 6.0}
+    with loaded(library_of(isa)), left_to_python():
+        for (left, x), (right, w) in itertools.product(largest.items(), repeat=2):
+            if (left == "nvfp4") != (right == "nvfp4"):
+                continue
+            for sign in (1, -1):
+                a = qtensor.quantize(torch.full((7, 64), x), left)
+                b = qtensor.quantize(torch.full((40, 64), sign * w), right)
+                got = qtensor.gemm(a, b, "TN", dtype=torch.float32, backend="integer")
+                same_bits(got, oracle.product(a, b, "TN"))
+                assert a.element_values().eq(x).all()
 
 
 def test_rotated_operands() -> None:

@@ -41,15 +41,47 @@ struct Panel {
 // conversion.
 constexpr float BASE = 12582912.0f;
 
+// Adds to acc the products of R rows of the left, `stride` bytes apart, with a block of a panel. Fours: how
+// many products of dwords 16 bits hold together; AVX2 widens their sum alone.
+template <int R, int B, int Fours>
+INLINE void add_block(const u8* left, i64 stride, const i32* right, VI acc[R][VECTORS_A_PANEL]) {
+    constexpr int V = VECTORS_A_PANEL;
+#pragma GCC unroll 8
+    for (int first = 0; first < B / 4; first += Fours) {
+#if QT_ISA == 2
+        __m256i pairs[R][V];
+#endif
+#pragma GCC unroll 8
+        for (int four = first; four < first + Fours; four++) {
+            VI b[V];
+            for (int j = 0; j < V; j++) b[j] = load<VI>(right + four * PANEL_LINES + j * W);
+            for (int r = 0; r < R; r++) {
+                const VI a = all(load<i32>(left + r * stride + four * 4));
+                for (int j = 0; j < V; j++) {
+#if QT_ISA == 2
+                    const __m256i products = _mm256_maddubs_epi16((__m256i)a, (__m256i)b[j]);
+                    pairs[r][j] = four == first ? products : _mm256_add_epi16(pairs[r][j], products);
+#else
+                    acc[r][j] = dot(acc[r][j], a, b[j]);
+#endif
+                }
+            }
+        }
+#if QT_ISA == 2
+        for (int r = 0; r < R; r++)
+            for (int j = 0; j < V; j++) acc[r][j] += (VI)_mm256_madd_epi16(pairs[r][j], _mm256_set1_epi16(1));
+#endif
+    }
+}
+
 // R rows of the left times a panel. Based: sums start at BASE.
-template <int R, int B, bool Based>
+template <int R, int B, int Fours, bool Based>
 static void multiply(const Left& left, i64 row, const Panel& p, VF sums[R][VECTORS_A_PANEL]) {
     constexpr int V = VECTORS_A_PANEL;
     for (int r = 0; r < R; r++)
         for (int j = 0; j < V; j++) sums[r][j] = VF{};
     const u8* x = left.integers + row * left.stride;
     const float* factors = left.factors + row * left.blocks;
-    const i32* right = p.integers;
     for (i64 block = 0; block < left.blocks; block++) {
         VI acc[R][V];
         VF scale[V];
@@ -58,15 +90,7 @@ static void multiply(const Left& left, i64 row, const Panel& p, VF sums[R][VECTO
             scale[j] = load<VF>(p.factors + block * PANEL_LINES + j * W);
             for (int r = 0; r < R; r++) acc[r][j] = start;
         }
-#pragma GCC unroll 8
-        for (int four = 0; four < B / 4; four++, right += PANEL_LINES) {
-            VI b[V];
-            for (int j = 0; j < V; j++) b[j] = load<VI>(right + j * W);
-            for (int r = 0; r < R; r++) {
-                const VI a = all(load<i32>(x + r * left.stride + block * B + four * 4));
-                for (int j = 0; j < V; j++) acc[r][j] = dot(acc[r][j], a, b[j]);
-            }
-        }
+        add_block<R, B, Fours>(x + block * B, left.stride, p.integers + block * (B / 4) * PANEL_LINES, acc);
         VF base[V];
         for (int j = 0; j < V; j++) base[j] = scale[j] * all(-BASE);
         for (int r = 0; r < R; r++) {
@@ -114,22 +138,22 @@ struct Result {
     }
 };
 
-template <int R, int B>
+template <int R, int B, int Fours>
 static void multiply_rows(const Left& left, i64 row, i64 m, const Panel& p, i64 n, bool based,
                           const Result& y) {
     VF sums[R][VECTORS_A_PANEL];
     if (based)
-        multiply<R, B, true>(left, row, p, sums);
+        multiply<R, B, Fours, true>(left, row, p, sums);
     else
-        multiply<R, B, false>(left, row, p, sums);
+        multiply<R, B, Fours, false>(left, row, p, sums);
     for (int r = 0; r < R; r++) y.put(m + r, n, sums[r]);
 }
 // The rows first .. end, R at a time, and what is left half as many at a time.
-template <int B, int R = HEIGHT>
+template <int B, int Fours, int R = HEIGHT>
 static void multiply_panel(const Left& left, i64 first, i64 end, i64 m0, const Panel& p, i64 n, bool based,
                            const Result& y) {
-    for (; first + R <= end; first += R) multiply_rows<R, B>(left, first, m0 + first, p, n, based, y);
-    if constexpr (R > 1) multiply_panel<B, (R == 6 ? 4 : R / 2)>(left, first, end, m0, p, n, based, y);
+    for (; first + R <= end; first += R) multiply_rows<R, B, Fours>(left, first, m0 + first, p, n, based, y);
+    if constexpr (R > 1) multiply_panel<B, Fours, (R == 6 ? 4 : R / 2)>(left, first, end, m0, p, n, based, y);
 }
 
 // Decodes the left rows m0 .. m0 + count.
@@ -222,7 +246,7 @@ static bool pack(const Codes& c, i64 n, i64 end, float unit, i32 offset, PanelMe
 }
 
 // Operands with blocks of B.
-template <int B>
+template <int B, int Fours>
 static void multiply_all(const IntegerArguments& call, const Codes& a, const Codes& b) {
     const Result y{call};
     const i64 most = smaller(call.m, MOST_LEFT), panels = (call.n + PANEL_LINES - 1) / PANEL_LINES;
@@ -242,10 +266,10 @@ static void multiply_all(const IntegerArguments& call, const Codes& a, const Cod
             bool based = false;
             for (i64 i = first, packed = -1; i < end; i++) {
                 const i64 panel = i / bands, band = i % bands, n = panel * PANEL_LINES;
-
                 if (panel != packed) based = pack<B>(b, n, call.n, unit, offset, memory), packed = panel;
                 const Panel p{memory.integers, memory.starts, memory.factors};
-                multiply_panel<B>(left, rows * band / bands, rows * (band + 1) / bands, m0, p, n, based, y);
+                multiply_panel<B, Fours>(left, rows * band / bands, rows * (band + 1) / bands, m0, p, n,
+                                         based, y);
             }
         });
     }
@@ -254,7 +278,13 @@ static void multiply_all(const IntegerArguments& call, const Codes& a, const Cod
 bool integer_products(const IntegerArguments& call) {
     const Codes a(*call.a_quantizer, call.a, call.k), b(*call.b_quantizer, call.b, call.k);
     if (a.quantizer.block != b.quantizer.block) return false;
-    a.quantizer.block == 16 ? multiply_all<16>(call, a, b) : multiply_all<32>(call, a, b);
+    if (a.quantizer.block == 16) multiply_all<16, 4>(call, a, b);
+#if QT_ISA == 2
+    else if (4 * a.table.largest * b.table.largest * 8 > INT16_MAX)
+        multiply_all<32, 2>(call, a, b);
+#endif
+    else
+        multiply_all<32, 8>(call, a, b);
     return true;
 }
 
