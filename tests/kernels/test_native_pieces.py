@@ -98,6 +98,8 @@ def test_the_number_of_a_format_is_that_of_its_kernels() -> None:
     spec = piece_spec("avx2", Piece("dequantize", "Float16", 42016))
     assert [unit.name for unit in spec.units] == ["c_interface", "dequantize_Float16"]
     assert all("-DQT_FORMAT=42016" in unit.flags for unit in spec.units)
+    names = {unit.name for unit in piece_spec("avx2", Piece("quantize", "Float16", 42016)).units}
+    assert names == {"c_interface", "quantize_Float16", "quantize_Float32"}
     assert {unit.name for unit in piece_spec("avx512", Piece("linear")).units} == {
         "c_interface",
         "linear",

@@ -25,7 +25,7 @@ WIDE = pytest.mark.nightly(reason="compiles the same sources once more")
 def test_no_warnings(isa: str) -> None:
     """Compile with the users' flags but generate no code, which optimizer warnings need."""
     for unit in (*sources.units(isa), *sources.ops_build_spec().units):
-        if "_" in unit.name and unit.name.endswith(("Float32", "Float16")):
+        if unit.name.endswith(("Float32", "Float16")) and not unit.source.stem.endswith("float16"):
             continue  # the same lines as for Bfloat16
         assert {"-Wall", "-Wextra"} <= set(unit.flags)
         command = [*find_cxx().command, *unit.flags, "-fsyntax-only", "-Werror", str(unit.source)]

@@ -38,11 +38,15 @@ INLINE Half to_half(VF v) {
     return h;
 #endif
 }
+// How values are rotated. half: they come from float16, and are rounded to it.
+struct Rotation {
+    bool signs, half;
+};
 template <class D>
-INLINE VF round_to(VF v) {
+INLINE VF round_to(VF v, bool half) {
     if (D::id == BF16) return (VF)to_bfloat16_bits((VI)v);
-    if (D::id == F16) {
-        Half h = to_half(v);
+    if (half) {
+        const Half h = to_half(v);
         return (VF)Float16::one((const u16*)&h);
     }
     return v;
@@ -146,7 +150,7 @@ INLINE VF rotate_lanes(const VF v[NV], VF s[NV], bool signs) {
     return (VF)_mm512_range_ps((__m512)m[0], (__m512)m[1], 0x0b);
 }
 template <class D>
-INLINE VF rounded_to(VF v) {  // no NaN
+INLINE VF rounded_to(VF v, bool half = false) {  // no NaN
     if constexpr (D::id == BF16) {
         // Up from a half; a tie, whose low half is then 0, down to even.
         const __m512i up = _mm512_add_epi32((__m512i)v, _mm512_set1_epi32(0x8000));
@@ -154,8 +158,7 @@ INLINE VF rounded_to(VF v) {  // no NaN
         return (VF)_mm512_mask_and_epi32(r, _mm512_testn_epi32_mask(up, _mm512_set1_epi32(0xffff)), r,
                                          _mm512_set1_epi32(i32(0xfffe0000)));
     }
-    if constexpr (D::id == F16) return (VF)_mm512_cvtph_ps((__m256i)to_half(v));
-    return v;
+    return round_to<D>(v, half);
 }
 // Whether bfloat16 have values, other than 0, so small that a rotated one might be subnormal: that counts as
 // 0.
@@ -171,23 +174,23 @@ INLINE bool has_tiny(const u16* x) {
     }
     return _mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(27 << 8)) != 0;
 }
-// W blocks rotated and rounded to D, in the lane order of Lanes<D::pairs>, and their maxima; false where they
-// are not all finite, or too small. Bfloat16, of which then none is subnormal, are not multiplied by AFTER<D>
-// yet.
+// W blocks rotated and rounded to their dtype, in the lane order of Lanes<D::pairs>, and their maxima; false
+// where they are not all finite, or too small. Bfloat16, of which then none is subnormal, are not multiplied
+// by AFTER<D> yet.
 template <class D>
 constexpr float AFTER = D::id == BF16 ? 0.25f : 1.0f;
 template <class D>
-INLINE bool rotated_lanes(const typename D::T* x, bool signs, VF s[NV], VI& amax) {
+INLINE bool rotated_lanes(const typename D::T* x, Rotation how, VF s[NV], VI& amax) {
     if constexpr (D::id == BF16) {
         if (has_tiny(x)) return false;
     }
     VF v[NV];
     blocks_in_lanes<D>(x, v);
     for (int k = 0; D::id != BF16 && k < NV; k++) v[k] = v[k] * all(0.25f);
-    const VF top = rounded_to<D>(rotate_lanes(v, s, signs));
+    const VF top = rounded_to<D>(rotate_lanes(v, s, how.signs), how.half);
     amax = (VI)(top * all(AFTER<D>));
     if (any(amax >= all(INF_BITS))) return false;
-    for (int j = 0; j < NV; j++) s[j] = rounded_to<D>(s[j]);
+    for (int j = 0; j < NV; j++) s[j] = rounded_to<D>(s[j], how.half);
     return true;
 }
 // Blocks one behind the other.

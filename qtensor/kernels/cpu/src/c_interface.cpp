@@ -3,31 +3,12 @@
 // reference. A piece of the library (QT_PIECE; sources.py: Piece) has one of the functions, for one
 // dtype (QT_DTYPE) if kernels depend on it.
 #include <cstring>
-#include <memory>
 #include <new>
 
+#include "calls.h"
 #include "denormals.h"
 #include "simd.h"
 
-namespace QT_NAMESPACE {
-template <class D>
-bool quantize_as(const CQuantizer& quantizer, const QuantizeCall& call);
-template <class D>
-bool dequantize_as(const CQuantizer& quantizer, const DequantizeCall& call);
-bool linear(const CQuantizer& quantizer, const LinearCall& call);
-bool few_rows(const CQuantizer& quantizer, const LinearCall& call);
-bool integer_products(const IntegerArguments& call);
-template <class D>
-void norm_as(const NormCall& call);
-template <class D>
-void sum_rows_as(const NormCall& call);
-template <class D>
-void activation_as(const ActivationCall& call, std::unique_ptr<Producer>* producer);
-template <class D>
-std::unique_ptr<Producer> norm_rows_as(const NormCall& call);
-template <class D>
-bool fused_as(const CQuantizer& quantizer, const QuantizeCall& call, Producer& producer);
-}  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
 #ifndef QT_PIECE

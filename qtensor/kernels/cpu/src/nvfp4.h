@@ -48,20 +48,20 @@ static void rotate(float* x, bool signs) {
 INLINE VF flush_subnormals(VF v) { return ((VI)v & all(ABS)) < all(0x00800000) ? all(0.0f) : v; }
 // W blocks to floats without NaN (0) or inf (the largest finite), rotated if asked.
 template <class D>
-static void to_finite(const typename D::T* x, float* y, bool rotated, bool signs) {
+static void to_finite(const typename D::T* x, float* y, bool rotated, Rotation how) {
 #if QT_ISA == 512
     VF s[NV];
     VI amax;
-    if (rotated && rotated_lanes<D>(x, signs, s, amax)) return blocks_of_lanes<D::pairs>(s, AFTER<D>, y);
+    if (rotated && rotated_lanes<D>(x, how, s, amax)) return blocks_of_lanes<D::pairs>(s, AFTER<D>, y);
 #endif
     for (int i = 0; i < W * NV; i += W) {
         VF v = (VF)D::one(x + i);
         store(y + i, rotated && D::id == BF16 ? flush_subnormals(v) : v);
     }
-    if (rotated) rotate<false>(y, signs);
+    if (rotated) rotate<false>(y, how.signs);
     for (int i = 0; i < W * NV; i += W) {
         VF v = load<VF>(y + i);
-        if (rotated) v = round_to<D>(v);
+        if (rotated) v = round_to<D>(v, how.half);
         if (rotated && D::id == BF16) v = flush_subnormals(v);
         VI u = (VI)v, a = u & all(ABS), sign = u & ~all(ABS);
         a = a == all(INF_BITS) ? all(INF_BITS - 1) : a;

@@ -27,7 +27,7 @@ INLINE VF magnitudes(const VF v[NV]) {
 }
 // As rotated_lanes.
 template <class D>
-INLINE bool rotated_rows(VF v[NV], bool signs, VF s[NV], VI& amax) {
+INLINE bool rotated_rows(VF v[NV], Rotation how, VF s[NV], VI& amax) {
     if constexpr (D::id == BF16) {
         VU least = (VU)all(-1);
         for (int k = 0; k < NV; k++) {
@@ -37,9 +37,9 @@ INLINE bool rotated_rows(VF v[NV], bool signs, VF s[NV], VI& amax) {
         if (any((VI)(least < (VU)all(27 << 24)))) return false;
     }
     for (int k = 0; D::id != BF16 && k < NV; k++) v[k] = v[k] * all(0.25f);
-    amax = (VI)(rounded_to<D>(rotate_lanes(v, s, signs)) * all(AFTER<D>));
+    amax = (VI)(rounded_to<D>(rotate_lanes(v, s, how.signs), how.half) * all(AFTER<D>));
     if (any(amax >= all(INF_BITS))) return false;
-    for (int j = 0; j < NV; j++) s[j] = rounded_to<D>(s[j]);
+    for (int j = 0; j < NV; j++) s[j] = rounded_to<D>(s[j], how.half);
     return true;
 }
 // Whether no rotated value of 16 rows and 32 columns of bfloat16 exceeds `top`: one read of whole lines of
@@ -56,7 +56,8 @@ INLINE bool pairs_stay_below(const u16* x, i64 stride, i32 top) {
 }
 // The largest rotated magnitude of blocks along columns, at least `top`.
 template <class D>
-static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64 cols, bool signs, i32 top) {
+static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64 cols, Rotation how,
+                               i32 top) {
     for (i64 r = 0; r < rows; r += NV)
         for (i64 c = 0; c < cols; c += W) {
             VF v[NV], s[NV];
@@ -70,7 +71,7 @@ static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64
             }
             rows_in_lanes<D>(x + r * stride + c, stride, rows - r, cols - c, v);
             if (sum_stays_below(magnitudes(v), top)) continue;
-            if (rotated_rows<D>(v, signs, s, amax)) {
+            if (rotated_rows<D>(v, how, s, amax)) {
                 const i32 part = lane_max(amax);
                 top = top > part ? top : part;
                 continue;
@@ -79,7 +80,7 @@ static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64
             alignas(64) float wide[W * NV];
             transpose<typename D::T>(x + r * stride + c, stride, transposed, NV,
                                      rows - r < NV ? rows - r : NV, cols - c < W ? cols - c : W);
-            to_finite<D>(transposed, wide, true, signs);
+            to_finite<D>(transposed, wide, true, how);
             for (int i = 0; i < W * NV; i++) {
                 const i32 a = bits<i32>(wide[i]) & ABS;
                 top = top > a ? top : a;
@@ -130,7 +131,7 @@ struct RotatedColumns {
         VF v[NV], s[NV];
         VI top;
         rows_in_lanes<D>(x, stride, rows, W, v);
-        if (!rotated_rows<D>(v, d.quantizer->signs, s, top)) return false;
+        if (!rotated_rows<D>(v, d.rotation, s, top)) return false;
         const BlockFactors f = factors_of<E>(top, d, global);
         const VF encode = useful_factor(top, f.encode);
         if (!fits_quarters<D>(top, encode)) return false;

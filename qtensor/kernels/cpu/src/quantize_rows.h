@@ -11,6 +11,7 @@ struct Direction {
     const CQuantizer* quantizer;
     ScaleLayout scales;
     bool rotate;
+    Rotation rotation;
     int stream;  // of random bytes
     i64 seed;
     GlobalScale global;      // NVFP4 with one maximum
@@ -403,7 +404,7 @@ struct LineQuantizer {
         if (p.stochastic && !d.rotate && stochastic_small<D>(x, out, at, known)) return known;
         if (d.rotate && !p.stochastic && !p.four_over_six && rotated_small(x, out, known)) return known;
 #endif
-        to_finite<D>(x, wide, d.rotate, p.signs);
+        to_finite<D>(x, wide, d.rotate, d.rotation);
         const VI amax = strip_maxima<Float32, NV>(wide);
         if (p.four_over_six) {
             VI stored =
@@ -467,7 +468,7 @@ struct LineQuantizer {
         if constexpr (Codes == 2 && B == NV) {
             VF s[NV];
             VI top;
-            if (!rotated_lanes<D>(x, p.signs, s, top)) return false;
+            if (!rotated_lanes<D>(x, d.rotation, s, top)) return false;
             const BlockFactors f = factors_of<E>(top, d, global);
             const VF encode = useful_factor(top, f.encode);
             if (!fits_quarters<D>(top, encode)) return false;

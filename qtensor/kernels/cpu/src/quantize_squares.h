@@ -96,7 +96,7 @@ struct SquareQuantizer {
         memset(wide, 0, sizeof wide);
         VI m[W] = {};
         for (i64 r = 0; r < rows; r++) {
-            to_finite<D>(x + r * ld, wide + r * width, false, false);
+            to_finite<D>(x + r * ld, wide + r * width, false, {});
             for (int b = 0; b < W; b++)
                 for (int i = 0; i < NV; i += W)
                     m[b] = max(m[b], load<VI>(wide + r * width + b * NV + i) & all(ABS));

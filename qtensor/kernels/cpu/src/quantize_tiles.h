@@ -27,13 +27,12 @@ struct BlockQuantizer {
           x((const T*)call.x),
           begin(call.begin),
           end(call.end ? call.end : call.rows) {
-        float overflow = FLT_MAX;
-        if (D::id == F16) overflow = 65504.0f;
-        if (D::id == BF16) overflow = bits<float>(0x7f7f0000);
-        row = {&p,      rows,     p.rotated == ROWWISE, 0,     c.seed, {},
-               nullptr, overflow, p.rotated == ROWWISE, stream};
-        column = {&p,      columns,  p.rotated == COLUMNWISE, 1,     c.seed, {},
-                  nullptr, overflow, p.rotated == COLUMNWISE, stream};
+        const bool half = c.dtype == F16;  // widened to float32
+        const float overflow = half ? 65504.0f : D::id == BF16 ? bits<float>(0x7f7f0000) : FLT_MAX;
+        const bool rotate_rows = p.rotated == ROWWISE, rotate_columns = p.rotated == COLUMNWISE;
+        const Rotation how{bool(p.signs), half};
+        row = {&p, rows, rotate_rows, how, 0, c.seed, {}, nullptr, overflow, rotate_rows, stream};
+        column = {&p, columns, rotate_columns, how, 1, c.seed, {}, nullptr, overflow, rotate_columns, stream};
     }
 
     void run() {
@@ -273,7 +272,8 @@ struct BlockQuantizer {
 #if QT_ISA == 512
         // Bands of 16 rows.
         return parallel_max(end - begin, NV, c.threads, [&](i64 a, i64 b) {
-            return rotated_columns_max<D>(x + (begin + a) * c.stride, c.stride, b - a, c.cols, p.signs, 0);
+            return rotated_columns_max<D>(x + (begin + a) * c.stride, c.stride, b - a, c.cols,
+                                          column.rotation, 0);
         });
 #else
         i32 top = 0;
@@ -296,14 +296,14 @@ struct BlockQuantizer {
                 if (stays_below<D>(from, top)) continue;
                 VF s[NV];
                 VI amax;
-                if (rotated_lanes<D>(from, p.signs, s, amax)) {
+                if (rotated_lanes<D>(from, row.rotation, s, amax)) {
                     const i32 part = lane_max(amax);
                     top = top > part ? top : part;
                     continue;
                 }
             }
 #endif
-            to_finite<D>(from, wide, true, p.signs);
+            to_finite<D>(from, wide, true, row.rotation);
             const i32 part = amax_run<Float32>(wide, W * NV);
             top = top > part ? top : part;
         }

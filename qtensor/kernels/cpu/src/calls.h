@@ -1,0 +1,36 @@
+// The kernels: what c_interface.cpp calls. Each returns whether it serves the call.
+#pragma once
+#include <memory>
+
+#include "structs.h"
+
+namespace QT_NAMESPACE {
+
+struct Float32;
+struct Float16;
+
+template <class D>
+bool quantize_as(const CQuantizer& quantizer, const QuantizeCall& call);
+template <class D>
+bool dequantize_as(const CQuantizer& quantizer, const DequantizeCall& call);
+bool linear(const CQuantizer& quantizer, const LinearCall& call);
+bool few_rows(const CQuantizer& quantizer, const LinearCall& call);
+bool integer_products(const IntegerArguments& call);
+template <class D>
+void norm_as(const NormCall& call);
+template <class D>
+void sum_rows_as(const NormCall& call);
+template <class D>
+void activation_as(const ActivationCall& call, std::unique_ptr<Producer>* producer);
+template <class D>
+std::unique_ptr<Producer> norm_rows_as(const NormCall& call);
+template <class D>
+bool fused_as(const CQuantizer& quantizer, const QuantizeCall& call, Producer& producer);
+
+// quantize_float16.cpp
+template <>
+bool quantize_as<Float16>(const CQuantizer& quantizer, const QuantizeCall& call);
+template <>
+bool fused_as<Float16>(const CQuantizer& quantizer, const QuantizeCall& call, Producer& producer);
+
+}  // namespace QT_NAMESPACE
