@@ -9,7 +9,14 @@ from torch import Tensor
 
 from qtensor.api import Format
 from qtensor.caches.global_value import wide_value
-from qtensor.caches.options import Options, check_queries, check_values, shifted_sinks
+from qtensor.caches.options import (
+    Options,
+    check_counts,
+    check_update,
+    check_values,
+    query_options,
+    without_mean,
+)
 from qtensor.caches.pages import Pages
 from qtensor.caches.store import Layout, Store
 from qtensor.core.errors import UnsupportedError, check, fail
@@ -91,8 +98,9 @@ class KVCache:
             QTensorError: a format, size or option is wrong.
         """
         sizes = {"batch": batch, "heads": heads, "head_size": head_size, "capacity": capacity}
-        for name, size in sizes.items():
-            check(size > 0, "KVCache", f"{name} must be at least 1", size, "Fix it")
+        check_counts("KVCache", 1, **sizes, v_head_size=v_head_size)
+        options = {"window": window, "page_size": page_size, "pages": pages, "residual": residual}
+        check_counts("KVCache", 0, **options)
         place = torch.device(device or "cpu")
         self.capacity, self.window, self.grow, self.dtype = capacity, window, grow, dtype
         self.residual = residual
@@ -102,8 +110,8 @@ class KVCache:
             own = Pages.assigned(batch, capacity, page_size, pages, place)
         if latent:
             rule = "a latent cache takes no v_format, v_global or k_mean"
-            options = {"v_format": v_format, "v_global": v_global, "k_mean": k_mean}
-            got = ", ".join(name for name, option in options.items() if option is not None)
+            excluded = {"v_format": v_format, "v_global": v_global, "k_mean": k_mean}
+            got = ", ".join(name for name, option in excluded.items() if option is not None)
             check(not got, "KVCache", rule, got, f"Leave {got} out")
         formats = (k_format, None if latent else k_format if v_format is None else v_format)
         layout = Layout(batch, heads, capacity, head_size, v_head_size or head_size, place)
@@ -139,8 +147,8 @@ class KVCache:
 
     def _make_recent(self, layout: Layout, latent: bool) -> Store:
         size, window = self.residual, self.window
-        rule = "residual must be at least 0, and less than a window"
-        fits = size > 0 and (not window or size < window)
+        rule = "residual must be less than a window"
+        fits = not window or size < window
         check(fits, "KVCache", rule, f"{size}, window={window}", "Pass a smaller residual")
         pages = Pages.of(layout.batch, layout.tokens, 0, size, self.grow, layout.device)
         formats = ("bfloat16", None if latent else "bfloat16")
@@ -233,14 +241,10 @@ class KVCache:
                 with a mean.
             UnsupportedError: a ring of pages has forgotten tokens that a query would see.
         """
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if window is None:
-            window = self.window if causal else 0
+        given = (positions, first, mask, causal, soft_cap, sinks, scale, window)
+        options = query_options(q, self.window, self.k_mean is not None, *given)
         if self.k_mean is not None:
-            rule, fix = "keys without their mean change capped scores", "Leave out k_mean"
-            check(not soft_cap, "KVCache.attention", rule, f"soft_cap={soft_cap}", fix)
-            sinks = sinks if sinks is None else shifted_sinks(sinks, q, self.k_mean, scale)
-        options = Options(scale, causal, window, soft_cap, positions, first, mask, sinks)
+            options = without_mean(options, q, self.k_mean)
         self._all.check_ring(q.shape[2], self.lengths, options)
         if self._recent is None:
             result: Tensor = self._all.attend(ATTENTION, q, self.lengths, options)
@@ -280,7 +284,9 @@ class KVCache:
         Returns:
             (B, Hq, N, E).
         """
-        check_queries(q, k)
+        complete = query_options(q, self.window, self.k_mean is not None, **options)
+        check_update(q, k, complete, self.lengths)
+        check_values(v, latent=self._all.v is None)
         count = k.shape[2]
         step = min(store.step for store in self._stores)
         if count <= step:

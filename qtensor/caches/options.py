@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import check
+from qtensor.library.attention import check_options
 from qtensor.library.cache import check_rows
 
 
@@ -55,11 +56,46 @@ class Options(NamedTuple):
         return torch.where(late, self.mask, -torch.inf)
 
 
-def shifted_sinks(sinks: Tensor, q: Tensor, mean: Tensor, scale: float) -> Tensor:
-    """Return the sinks minus what a mean adds to the scores of the tokens, (B, Hq, M)."""
+def query_options(
+    q: Tensor,
+    cache_window: int,
+    has_mean: bool,
+    positions: Tensor | None = None,
+    first: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Options:
+    """Return the options of ``KVCache.attention`` for the queries ``q``.
+
+    Raises:
+        QTensorError: a soft cap for keys without their mean, with which it does not commute.
+    """
+    rule, fix = "keys without their mean change capped scores", "Leave out k_mean"
+    fits = not (has_mean and soft_cap)
+    check(fits, "KVCache.attention", rule, f"soft_cap={soft_cap}", fix)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if window is None:
+        window = cache_window if causal else 0
+    return Options(scale, causal, window, soft_cap, positions, first, mask, sinks)
+
+
+def without_mean(options: Options, q: Tensor, mean: Tensor) -> Options:
+    """Return options for keys without their mean: sinks become smaller by what it adds to scores.
+
+    Raises:
+        QTensorError: the sinks have a wrong shape.
+    """
+    sinks = options.sinks
+    if sinks is None:
+        return options
+    check_options("KVCache.attention", q, options)
     mean = mean.repeat_interleave(q.shape[1] // mean.shape[-2], -2).unsqueeze(-2)
     sinks = sinks.float() if sinks.ndim == 3 else sinks.float()[:, None]
-    return sinks - (q.float() * mean).sum(-1) * scale
+    return options._replace(sinks=sinks - (q.float() * mean).sum(-1) * options.scale)
 
 
 def check_values(v: Tensor | None, *, latent: bool) -> None:
@@ -76,15 +112,39 @@ def check_values(v: Tensor | None, *, latent: bool) -> None:
     check((v is None) == latent, "KVCache.append", rule, got, fix)
 
 
-def check_queries(q: Tensor, k: Tensor) -> None:
-    """Refuse queries that do not fit new keys, before these are appended.
+def check_update(q: Tensor, k: Tensor, options: Options, lengths: Tensor) -> None:
+    """Refuse queries and options that do not fit new keys, before these are appended.
+
+    Args:
+        q: (B, Hq, N, D).
+        k: (B, H, N, D).
+        options: of the queries.
+        lengths: (B,) tokens of the cache, without the new ones.
 
     Raises:
-        QTensorError: a shape or the dtype of ``q`` does not fit.
+        QTensorError: a shape, dtype or option does not fit.
     """
-    name = "KVCache.update"
+    name, mask = "KVCache.update", options.mask
     check_rows(name, "q", q)
     check_rows(name, "k", k)
     rule = "q must have the sequences, tokens and head size of k, and a multiple of its heads"
     same = q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:] and q.shape[1] % k.shape[1] == 0
     check(same, name, rule, f"q {tuple(q.shape)}, k {tuple(k.shape)}", "Fix one of them")
+    check_options(name, q, options)
+    # A graph, or a host that does not wait for a device, cannot ask for the lengths.
+    if mask is not None and lengths.is_cpu and not torch.compiler.is_compiling():
+        most = int(lengths.max()) + k.shape[2]
+        rule = f"the mask must cover the longest sequence, {most} tokens"
+        check(mask.shape[3] >= most, name, rule, tuple(mask.shape), "Pass a longer mask")
+
+
+def check_counts(op: str, least: int, **counts: int | None) -> None:
+    """Refuse numbers of tokens, heads and the like that are no integers, or too small.
+
+    Raises:
+        QTensorError: the message names the argument.
+    """
+    for name, count in counts.items():
+        is_count = isinstance(count, int | torch.SymInt) and not isinstance(count, bool)
+        fits = count is None or (is_count and count >= least)
+        check(fits, op, f"{name} must be an integer of at least {least}", repr(count), "Fix it")

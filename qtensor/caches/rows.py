@@ -9,10 +9,20 @@ from torch import Tensor
 
 from qtensor.api import Format, parsed, quantizer
 from qtensor.core.errors import check, fail
-from qtensor.core.row_format import PLAIN_FORMATS, row_format
+from qtensor.core.row_format import PLAIN_FORMATS, RowFormat, row_format
 from qtensor.quantizers import Quantizer
 
 Shape = tuple[int, int, int, int]
+
+
+def form_of(fmt: Format) -> RowFormat:
+    """Return the description of a format of rows, or of a plain dtype such as ``"bfloat16"``.
+
+    Raises:
+        QTensorError: no such format, or one with factors that belong to several rows.
+    """
+    plain = isinstance(fmt, str) and fmt in PLAIN_FORMATS
+    return row_format(fmt if plain else quantizer(fmt).canonical)
 
 
 class Rows:
@@ -44,8 +54,8 @@ class Rows:
             QTensorError: the format has factors that belong to several rows, or blocks that do not
                 divide ``size``.
         """
-        plain = isinstance(fmt, str) and fmt in PLAIN_FORMATS
-        self.form = row_format(fmt if plain else quantizer(fmt).canonical)
+        self.form = form_of(fmt)
+        plain = self.form.text in PLAIN_FORMATS
         self.quantizer: Quantizer | None = None if plain else parsed(self.form.text)
         if shape[3] % (self.form.block or 1):
             rule = f"the head size must be a multiple of {self.form.block} for {self.form.text}"

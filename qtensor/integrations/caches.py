@@ -23,11 +23,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from qtensor import checkpoints
-from qtensor.api import Format, dequantize, quantizer
+from qtensor.api import Format, dequantize
 from qtensor.caches import KVCache, global_value
+from qtensor.caches.options import check_counts
+from qtensor.caches.rows import form_of
 from qtensor.checkpoints.layout_base import layouts
 from qtensor.core.errors import UnsupportedError, check, fail
-from qtensor.core.row_format import PLAIN_FORMATS, row_format
 from qtensor.integrations.latent_attention import NewTokens, attend_latent
 from qtensor.storage.ops.attention import attention
 
@@ -234,8 +235,14 @@ class QTensorCache(Cache):
                 checkpoint for "fp8" (``kv_scales``), or the result of ``measured_scales``.
 
         Raises:
-            QTensorError: ``scales`` lacks a layer, or ``absorbed`` does not fit the model.
+            QTensorError: a format or ``residual`` is wrong, ``scales`` lacks a layer, or
+                ``absorbed`` does not fit the model.
         """
+        # The sizes of heads are known at the first token. What can be refused now is refused now.
+        check_counts("QTensorCache", 0, residual=residual)
+        for fmt in (k_format, v_format):
+            if fmt is not None:
+                form_of(fmt)
         text = config.get_text_config(decoder=True)
         rule = "absorbed is for models with latent attention"
         fits = not absorbed or _is_latent(text)
@@ -291,8 +298,7 @@ class QTensorCache(Cache):
 
 
 def _measured(fmt: Format, rows: Tensor) -> Tensor | None:
-    plain = isinstance(fmt, str) and fmt in PLAIN_FORMATS
-    if plain or not row_format(quantizer(fmt).canonical).divisor:
+    if not form_of(fmt).divisor:
         return None
     amax = dequantize(rows).abs().amax().float()
     return global_value(fmt, amax.clamp(min=2.0**-40))

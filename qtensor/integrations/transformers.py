@@ -352,7 +352,7 @@ def pretrained_config(
     if os.path.isfile(path):
         fix = (
             "Pass the folder. A GGUF file has no config.json, and its weights have the names of "
-            "llama.cpp: read it with qtensor.checkpoints.open"
+            "llama.cpp: qtensor.integrations.gguf.open_gguf translates them"
         )
         rule = "path is a folder with a config.json, or the name of a repository"
         fail("pretrained_config", rule, f"the file {os.fspath(path)!r}", fix)

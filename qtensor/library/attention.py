@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ def _check_attention(args: AttentionArgs) -> None:
     op, q = "attention", args.q
     k, v = _sides(args)
     check_rows(op, "q", q)
-    batch, heads, queries, size = q.shape
+    batch, heads, _, size = q.shape
     k_size = check_side(op, k)
     check_side(op, v)
     rule = "q and k must have one head size"
@@ -119,10 +119,28 @@ def _check_attention(args: AttentionArgs) -> None:
     if args.block_table is None:
         rule, got = "q and k must have the same sequences", f"{batch} and {k.codes.shape[0]}"
         check(k.codes.shape[0] == batch, op, rule, got, "Pass a block table, or fix one of them")
-    _check_options(args)
-    check_per_sequence(op, batch, args.lengths, args.first, args.block_table)
+    check_per_sequence(op, batch, args.lengths, args.block_table)
+    check_options(op, q, args)
+
+
+def check_options(op: str, q: Tensor, args: Any) -> None:
+    """Refuse options that do not fit the queries.
+
+    Args:
+        op: named by the error.
+        q: (B, Hq, M, D).
+        args: ``AttentionArgs``, or what has its attributes from ``scale`` to ``sinks``.
+
+    Raises:
+        QTensorError: the message names the option.
+        DtypeError: a mask or indices have another dtype.
+    """
+    batch, heads, queries, _ = q.shape
+    _check_numbers(op, args)
     positions, sinks, mask = args.positions, args.sinks, args.mask
-    check_indices(op, positions=positions)
+    check_indices(op, positions=positions, first=args.first)
+    fits = args.first is None or args.first.shape == (batch,)
+    check_shape(op, "first", args.first, f"({batch},)", fits)
     fits = positions is None or positions.shape == (batch, queries)
     check_shape(op, "positions", positions, f"({batch}, {queries})", fits)
     _check_sinks(op, sinks, q)
@@ -141,8 +159,7 @@ def _check_sinks(op: str, sinks: Tensor | None, q: Tensor) -> None:
     check_shape(op, "sinks", sinks, f"{shapes[0]} or {shapes[1]}, floating", fits)
 
 
-def _check_options(args: AttentionArgs) -> None:
-    op = "attention"
+def _check_numbers(op: str, args: Any) -> None:
     scale, soft_cap = args.scale, args.soft_cap
     rule = "scale must be a finite number, and must stay so in float32; only 0 may become 0"
     fits = _in_float32(scale) and _in_float32(reference.LOG2_E * scale)

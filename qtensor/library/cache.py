@@ -122,16 +122,15 @@ def check_side(op: str, side: CacheSide) -> int:
 
 
 def check_per_sequence(
-    op: str, batch: int, lengths: Tensor | None, first: Tensor | None, block_table: Tensor | None
+    op: str, batch: int, lengths: Tensor | None, block_table: Tensor | None
 ) -> None:
-    """Refuse lengths (B,), first tokens (B,) or a block table (B, pages) of another shape.
+    """Refuse lengths (B,) or a block table (B, pages) of another shape.
 
     Raises:
         QTensorError: the message names the argument.
     """
-    check_indices(op, lengths=lengths, first=first, block_table=block_table)
-    for name, t in (("lengths", lengths), ("first", first)):
-        check_shape(op, name, t, f"({batch},)", t is None or t.shape == (batch,))
+    check_indices(op, lengths=lengths, block_table=block_table)
+    check_shape(op, "lengths", lengths, f"({batch},)", lengths is None or lengths.shape == (batch,))
     fits = block_table is None or (block_table.ndim == 2 and block_table.shape[0] == batch)
     check_shape(op, "block_table", block_table, f"({batch}, pages of a sequence)", fits)
     if block_table is not None:
@@ -264,7 +263,7 @@ def _check_append(args: CacheAppendArgs) -> None:
     check_indices(op, positions=positions)
     fits = positions.shape == (batch, count)
     check_shape(op, "positions", positions, f"({batch}, {count})", fits)
-    check_per_sequence(op, batch, None, None, args.block_table)
+    check_per_sequence(op, batch, None, args.block_table)
 
 
 def _check_positions(args: CacheAppendArgs) -> None:

@@ -91,7 +91,7 @@ def fill(out: Tensor, args: ScaledGroupedArgs) -> None:
         sizes = [0] * a.shape[0]
     else:
         split = a.shape[-1] if along_k else a.shape[0] if len(a.shape) == 2 else b.shape[0]
-        sizes = _sizes(args.offs.tolist(), split)
+        sizes = group_sizes(_OP, args.offs.tolist(), split)
     lefts, rights = _pieces(a, sizes, along_k), _pieces(b, sizes, along_k)
     for left, right, part in zip(lefts, rights, _parts(out, args, sizes), strict=True):
         if part.numel():
@@ -113,14 +113,14 @@ def _parts(out: Tensor, args: ScaledGroupedArgs, sizes: list[int]) -> Sequence[T
     return parts
 
 
-def _sizes(ends: list[int], total: int) -> list[int]:
-    """Return the sizes of groups that end at ``ends``.
+def group_sizes(op: str, ends: list[int], total: int) -> list[int]:
+    """Return the sizes of groups that end at ``ends``, for the op that an error names.
 
     Raises:
         QTensorError: they do not ascend to at most ``total``.
     """
     fits = all(0 <= e <= f for e, f in zip(ends, [*ends[1:], total], strict=True))
-    check(fits, _OP, f"offs must ascend from 0 to at most {total}", ends, "Fix offs")
+    check(fits, op, f"offs must ascend from 0 to at most {total}", ends, "Fix offs")
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 

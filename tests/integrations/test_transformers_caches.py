@@ -188,6 +188,10 @@ def test_factors_of_a_checkpoint(tmp_path):
         assert torch.equal(layer.cache.state_dict()["k_global"], scales[i][0])
     with pytest.raises(qtensor.QTensorError, match="none for layer 1"):
         QTensorCache(model.config, "fp8", scales={0: scales[0]})
+    with pytest.raises(qtensor.QTensorError, match="mxfp9"):
+        QTensorCache(model.config, "mxfp9")
+    with pytest.raises(qtensor.QTensorError, match="residual must be an integer"):
+        QTensorCache(model.config, residual=2.5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3 absorbed"])

@@ -239,7 +239,9 @@ def test_bytes_of_a_token(text, size):
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: qtensor.KVCache(0, 2, 64, 8), "batch must be at least 1; got 0"),
+        (lambda: qtensor.KVCache(0, 2, 64, 8), "batch must be an integer of at least 1; got 0"),
+        (lambda: make(window=4.5), "window must be an integer of at least 0; got 4.5"),
+        (lambda: make(page_size=True), "page_size must be an integer.* got True"),
         (
             lambda: qtensor.KVCache(1, 2, 40, 8, k_format="mxfp8"),
             "multiple of 32 for mxfp8; got 40",
@@ -283,6 +285,35 @@ def test_refused_queries_append_nothing(change):
     with pytest.raises((qtensor.QTensorError, TypeError), match="update: q must"):
         cache.update(q, k, k)
     assert not cache.lengths.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"mask": torch.ones(B, H, 3, 24, dtype=torch.bool)}, r"mask must have the shape \(2 or 1"),
+        ({"mask": torch.ones(1, 1, 2, 4, dtype=torch.bool)}, "mask must cover .* 5 tokens"),
+        ({"mask": torch.ones(1, 1, 2, 24, dtype=torch.int64)}, "mask must be bool"),
+        ({"sinks": torch.ones(3)}, r"sinks must have the shape \(2,\)"),
+        ({"first": torch.zeros(3, dtype=torch.int64)}, r"first must have the shape \(2,\)"),
+        ({"first": torch.zeros(2)}, "first must be int64"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
+        ({"soft_cap": -1.0}, "soft_cap"),
+        ({"window": -1}, "window must be at least 0"),
+    ],
+    ids=lambda case: "".join(case) if isinstance(case, dict) else "",
+)
+@pytest.mark.parametrize("mean", [None, "first"])
+def test_refused_options_append_nothing(mean, options, rule):
+    cache = make(k_mean=mean)
+    cache.append(tokens(3), tokens(3))
+    before = {name: t.clone() for name, t in cache.state_dict().items()}
+    with pytest.raises(qtensor.QTensorError, match=rule):
+        cache.update(tokens(2), tokens(2), tokens(2), **options)
+    if mean is not None:
+        with pytest.raises(qtensor.QTensorError, match="Leave out k_mean"):
+            cache.update(tokens(2), tokens(2), tokens(2), soft_cap=5.0)
+    for name, t in cache.state_dict().items():
+        assert_same_bytes(t, before[name])
 
 
 def test_a_ring_refuses_what_it_has_forgotten():

@@ -209,7 +209,8 @@ def test_bytes_of_the_last_tokens():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"residual": -1}, "residual must be at least 0"),
+        ({"residual": -1}, "residual must be an integer of at least 0"),
+        ({"residual": 2.5}, "residual must be an integer of at least 0; got 2.5"),
         ({"residual": 8, "window": 8}, "less than a window; got 8, window=8"),
     ],
 )

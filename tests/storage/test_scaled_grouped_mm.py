@@ -216,5 +216,8 @@ def test_what_torch_does_not_multiply_by_groups() -> None:
     for offs in ([40, 80], torch.tensor([40, 80])):
         with pytest.raises(QTensorError, match=r"offs must be an int32 tensor; got (list|torch)"):
             rows.scaled_grouped_mm_args("a", offs=offs)
+    for wrong in ([40, 81], [50, 40], [-1, 80]):
+        with pytest.raises(QTensorError, match="offs must ascend from 0 to at most 80; got"):
+            rows.scaled_grouped_mm_args("a", offs=ends(wrong))
     with pytest.raises(QTensorError, match=r"must have multiples of 32 values; got .*48"):
         rows.scaled_grouped_mm_args("a", offs=ends([48, 256]), along_k=True)

@@ -20,6 +20,7 @@ from qtensor.kernels.products.scaled_recipes import (
     ScaledReading,
     recipe_text,
 )
+from qtensor.library.scaled_grouped import group_sizes
 from qtensor.reference.blocks import swizzle, unswizzle
 from qtensor.storage.ops.scaled_operands import scaled_side
 
@@ -98,6 +99,9 @@ def grouped(
     """
     given, shape = read(buffers), read.side.shape
     op, known = "scaled_grouped_mm_args", ", ".join(map(recipe_text, GROUPED))
+    sizes: list[int] = []
+    if type(offs) is Tensor and offs.is_cpu and not is_compiling():
+        sizes = group_sizes(op, offs.tolist(), shape[-1] if along_k else shape[0])
     rule, got = f"groups have the recipes {known}", recipe_text(given.recipe)
     check(given.recipe in GROUPED, op, rule, got, "Quantize to one of them")
     groups = shape[0] if offs is None else offs.shape[0]
@@ -113,10 +117,9 @@ def grouped(
         padded = F.pad(factors.unflatten(0, shape[:-1]), (0, -blocks % 4, 0, -shape[-2] % 128))
         laid_out = swizzle(padded.flatten(0, 1)).view(groups, -1)
     elif along_k:
-        if type(offs) is Tensor and offs.is_cpu and not is_compiling():
-            rule = f"groups along K must have multiples of {block} values"
-            fits = not bool((offs % block).any())
-            check(fits, op, rule, offs.tolist(), "Pad the groups before quantizing")
+        rule = f"groups along K must have multiples of {block} values"
+        fits = not any(size % block for size in sizes)
+        check(fits, op, rule, sizes, "Pad the groups before quantizing")
         laid_out = _along_k(factors, offs // block)
     else:
         laid_out = _along_rows(factors, offs)
