@@ -85,7 +85,7 @@ def inspect(
     every: Every = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show layout, formats, counts, bytes and odd tensors of a checkpoint; reads headers alone."""
+    """Show layout, formats, counts, bytes and odd tensors of a checkpoint."""
     region = (rows, cols, bits)
     if tensor is None and region != (None, None, None):
         raise typer.BadParameter("--rows, --cols and --bits need --tensor")

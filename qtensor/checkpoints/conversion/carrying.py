@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtensor.checkpoints.activation_factors import factor_problem, kv_factor, wrong_factor
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.request import Request
-from qtensor.checkpoints.layout_base import DIVISOR, Writer, find_layout, layouts
+from qtensor.checkpoints.layout_base import DIVISOR, Writer, find_layout
 from qtensor.quantizers import Quantizer
 
 
@@ -49,13 +49,16 @@ def carry(
     if request.dtype is not None:
         return NotCarried("a factor of activations or of the KV cache, which plain models lack")
     last = name.rpartition(".")[2]
+    problem = factor_problem(checkpoint, name)
+    if problem and not (checkpoint.layout == writer.layout or writer.keeps_names):
+        return NotCarried(f"{problem}; calibrate the module again")
     if last in checkpoint.reader.input_factors:
         return _input_factor(checkpoint, request, writer, name)
     if checkpoint.layout == writer.layout or writer.keeps_names:
         return Carried(name)
     target = find_layout(writer.layout)
     for which, new in enumerate(target.kv_factors):
-        old = _kv_factor(name, which)
+        old = kv_factor(name, which)
         if old is not None:
             return Carried(name.removesuffix(old) + new, shape=_one(checkpoint, writer, name))
     if last in target.factor_names:
@@ -67,25 +70,7 @@ def _is_factor(checkpoint: Checkpoint, name: str) -> bool:
     last = name.rpartition(".")[2]
     if checkpoint.is_factor(name) or last in checkpoint.reader.input_factors:
         return True
-    return any(_kv_factor(name, which) is not None for which in range(2))
-
-
-def _kv_factor(name: str, which: int) -> str | None:
-    """Return the end of a name that says "factor of the keys" (0) or "of the values" (1), or None.
-
-    A layout that keeps names may hold names of every layout, so all of them are tried.
-    """
-    for end in _kv_ends(which):
-        if name == end or name.endswith(f".{end}"):
-            return end
-    return None
-
-
-@functools.cache
-def _kv_ends(which: int) -> tuple[str, ...]:
-    """Return the names in all layouts, the longest first: others are the ends of it."""
-    ends = {layout.kv_factors[which] for layout in layouts().values()}
-    return tuple(sorted(ends, key=len, reverse=True))
+    return any(kv_factor(name, which) is not None for which in range(2))
 
 
 def _input_factor(
@@ -112,7 +97,10 @@ def _input_factor(
     old_sense = checkpoint.reader.input_factors[last]
     renamed = f"{module}.{new}" if module else new
     shape = _one(checkpoint, writer, name)
-    return Carried(renamed, (old_sense == DIVISOR) != (sense == DIVISOR), shape)
+    found = Carried(renamed, (old_sense == DIVISOR) != (sense == DIVISOR), shape)
+    if wrong_factor(found.apply(checkpoint[name])):
+        return NotCarried(f"the reciprocal of {checkpoint[name].item()} is no finite float32")
+    return found
 
 
 def _activation(fmt: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtensor.api import quantizer_of
+from qtensor.checkpoints.activation_factors import factor_problem
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.containers.safetensors import TensorSpec
 from qtensor.checkpoints.conversion.carrying import NotCarried, carry
@@ -223,6 +224,9 @@ def _word(dtype: torch.dtype) -> str:
 
 def _notes(checkpoint: Checkpoint, request: Request) -> Iterator[str]:
     """Yield what the report says about the whole."""
+    for name in checkpoint:
+        if problem := factor_problem(checkpoint, name):
+            yield f"{name}: {problem}"
     seen: dict[tuple[str, int, int], str] = {}
     for info in checkpoint.source.tensors.values():
         key = (info.file, info.start, info.nbytes)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qtensor.api import quantizer_of
+from qtensor.checkpoints.activation_factors import factor_problem
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, open_checkpoint, open_with_factors
 from qtensor.checkpoints.containers.base import Path, TensorInfo
 from qtensor.checkpoints.conversion.conversion_report import json_number
@@ -105,7 +106,7 @@ def _bits(kind: KindCount) -> float | None:
 
 
 def inspect(path: Path, layout: str | None = None) -> Summary:
-    """Return a description of a checkpoint; headers alone are read.
+    """Return a description of a checkpoint; headers and the factors of activations are read.
 
     Args:
         path: a file, a folder, an index or an open file.
@@ -143,6 +144,8 @@ def _odd(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
             yield row.name, f"{row.note} without a factor"
         elif not math.prod(row.shape):
             yield row.name, "no values"
+        elif row.kind == "plain" and (problem := factor_problem(checkpoint, row.name)):
+            yield row.name, problem
     for name in checkpoint.unlisted:
         yield name, "lies in a shard and not in the index"
 

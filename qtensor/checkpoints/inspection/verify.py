@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qtensor.api import quantizer_of
+from qtensor.checkpoints.activation_factors import factor_problem
 from qtensor.checkpoints.buffers import rowwise_parts
 from qtensor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from qtensor.checkpoints.containers.base import Path
@@ -178,6 +179,10 @@ def _tensor_problems(checkpoint: Checkpoint, name: str) -> Iterator[Problem]:
             yield Problem(ERROR, name, "", text)
         return
     if not tensor.is_floating_point() and not tensor.is_complex():
+        return
+    problem = factor_problem(checkpoint, name)
+    if problem:
+        yield Problem(ERROR, name, "", problem)
         return
     nans = infinities = 0
     values = values_of(checkpoint, name, None)
