@@ -55,7 +55,15 @@ if TYPE_CHECKING:
         record_amax_,
     )
     from qtensor.reporting import ModelReport, model_report
-    from qtensor.weights import Rounding, SearchResult, quantize_, search
+    from qtensor.weights import (
+        LayerMerge,
+        Merge,
+        Rounding,
+        SearchResult,
+        merge_lora_,
+        quantize_,
+        search,
+    )
 
 __all__ = [
     "ArgumentTypeError",
@@ -74,6 +82,7 @@ __all__ = [
     "Float8TensorStorage",
     "GroupedLinear",
     "KVCache",
+    "LayerMerge",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -86,6 +95,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "Merge",
     "ModelReport",
     "MultiheadAttention",
     "NVFP4Quantizer",
@@ -115,6 +125,7 @@ __all__ = [
     "explain",
     "formats",
     "gemm",
+    "merge_lora_",
     "model_report",
     "ops",
     "optim",
@@ -154,9 +165,11 @@ _LAZY = {
     "ErrorReport": "qtensor.debug.error_report",
     "GroupedLinear": "qtensor.modules.grouped_linear",
     "KVCache": "qtensor.caches",
+    "LayerMerge": "qtensor.weights",
     "LayerNormLinear": "qtensor.modules.layernorm_linear",
     "LayerNormMLP": "qtensor.modules.layernorm_mlp",
     "Linear": "qtensor.modules.linear",
+    "Merge": "qtensor.weights",
     "ModelReport": "qtensor.reporting",
     "MultiheadAttention": "qtensor.modules.multihead_attention",
     "RotaryPositionEmbedding": "qtensor.modules.rotary",
@@ -170,6 +183,7 @@ _LAZY = {
     "delayed_scaling_update": "qtensor.quantizers.delayed",
     "distributed": "qtensor.distributed",
     "error_report": "qtensor.debug.error_report",
+    "merge_lora_": "qtensor.weights",
     "model_report": "qtensor.reporting",
     "ops": "qtensor.ops",
     "quantize_": "qtensor.weights",

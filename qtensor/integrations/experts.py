@@ -17,6 +17,7 @@ from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.quantizers import Quantizer
 from qtensor.storage.ops.dispatch import is_view
 from qtensor.storage.ops.grouped import check_call, group_sizes, grouped_product
+from qtensor.storage.ops.lost_changes import WarnsOfLostChanges
 from qtensor.storage.ops.products import gemm_operands
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -26,7 +27,7 @@ Handler = Callable[[OpOverload, Args, Options], Any]
 """Computes an op of which at least one argument is an ``ExpertWeights``."""
 
 
-class ExpertWeights(torch.Tensor):
+class ExpertWeights(WarnsOfLostChanges, torch.Tensor):
     """Hold the weights of all experts of a layer; each expert has its own factors.
 
     Experts are selected and multiplied without decoding the others. The transpose of the last two
@@ -192,6 +193,15 @@ def _copy(func: OpOverload, args: Args, kwargs: Options) -> Any:
     return weight
 
 
+def _add_in_place(func: OpOverload, args: Args, kwargs: Options) -> Any:
+    """Handle ``weight.add_(change)``, by which PEFT merges; each factor is computed again."""
+    weight, change = args
+    if isinstance(change, ExpertWeights):
+        change = change.dequantize()
+    func(weight._stored, change.transpose(-2, -1) if weight._swapped else change, **kwargs)
+    return weight
+
+
 def _transpose(func: OpOverload, args: Args, kwargs: Options) -> Any:
     weight, first, second = args
     if {first % 3, second % 3} != {1, 2}:
@@ -309,6 +319,8 @@ _HANDLERS: dict[str, Handler] = {
     "aten::_grouped_mm": _grouped_mm,
     "aten::bmm": _bmm,
     "aten::add": _decoded,
+    "aten::add_": _add_in_place,
+    "aten::sub_": _add_in_place,
     "aten::baddbmm": _decoded,
     "aten::dequantize": _dequantize,
     DEQUANTIZE_TENSOR._schema.name: _dequantize,

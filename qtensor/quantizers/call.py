@@ -100,11 +100,20 @@ def quantize_call(
         seed = find_seed(quantizer, x, generator)
     if group is not None:
         amax = find_maxima(quantizer, x.detach(), group)
-    if x.requires_grad and torch.is_grad_enabled():
-        tensor, maximum = QuantizeFunction.apply(x, quantizer, scale, amax, seed)
-    else:
-        tensor, maximum = _run(x, quantizer, scale, amax, seed)
+    tensor, maximum = _with_gradient(x, quantizer, scale, amax, seed)
     return (tensor, maximum) if whole is None else whole_of(whole, tensor, maximum)
+
+
+def quantize_by_maxima(quantizer: QuantizerLike, x: Tensor, amax: list[Tensor]) -> QuantizedTensor:
+    """Return a tensor whose tensor-wide factors come from other maxima than its own.
+
+    Args:
+        quantizer: rounds to nearest, without delayed scaling.
+        x: any shape; float32, bfloat16 or float16; plain.
+        amax: maxima as ``Quantizer.amax`` returns them.
+    """
+    called = constants_of(quantizer.canonical) if is_compiling() else quantizer
+    return _with_gradient(x, called, None, amax, None)[0]
 
 
 # ---- the arguments
@@ -261,6 +270,19 @@ def find_maxima(quantizer: Called, x: Tensor, group: Group) -> list[Tensor]:
 
 
 # ---- the op
+
+
+def _with_gradient(
+    x: Tensor,
+    quantizer: Called,
+    scale: Tensor | None,
+    amax: list[Tensor] | None,
+    seed: Tensor | None,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """Return the result of ``_run``, whose gradient is that of ``x`` if one is needed."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return QuantizeFunction.apply(x, quantizer, scale, amax, seed)
+    return _run(x, quantizer, scale, amax, seed)
 
 
 def _run(

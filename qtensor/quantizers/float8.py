@@ -40,6 +40,10 @@ class Float8Grid(ScaleGrid):
         scale_inv = out["_scale_inv"]
         torch.reciprocal(factors.reshape(scale_inv.shape), out=scale_inv)
 
+    def take(self, buffers: dict[str, Tensor]) -> Tensor:
+        """Return the reciprocals of the stored factors."""
+        return buffers["_scale_inv"].reciprocal().reshape(self.factor_counts())
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Float8(Quantizer, abstract=True):

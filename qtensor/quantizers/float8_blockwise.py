@@ -12,7 +12,7 @@ from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import float8
-from qtensor.reference.blocks import as_matrix, to_blocks, write_padded_
+from qtensor.reference.blocks import as_matrix, crop, to_blocks, write_padded_
 from qtensor.storage.float8_blockwise import (
     FLOAT8_BLOCKWISE,
     Float8BlockwiseTensor,
@@ -39,6 +39,12 @@ class Float8BlockGrid(ScaleGrid):
         data.copy_(codes.view(data.shape))
         grid = stored.t() if self.quantizer.block_scaling_dim == 1 else stored
         write_padded_(grid, factors.reciprocal())
+
+    def take(self, buffers: dict[str, Tensor]) -> Tensor:
+        """Return the reciprocals of the stored factors."""
+        stored = buffers["_rowwise_scale_inv"]
+        grid = stored.t() if self.quantizer.block_scaling_dim == 1 else stored
+        return crop(grid, *self.factor_counts()).reciprocal()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.core.buffer_shapes import Shape, rows_cols
+from qtensor.core.buffer_shapes import Shape, ceil_div, rows_cols
 from qtensor.core.errors import UnsupportedError
 from qtensor.core.formats import Element
 from qtensor.reference.blocks import as_matrix
@@ -155,7 +155,16 @@ class Grid:
         """Write codes (M, K) and factors (m, k) into the rowwise buffers."""
         raise NotImplementedError
 
+    def take(self, buffers: dict[str, Tensor]) -> Tensor:
+        """Return the factors (m, k) of rowwise buffers, and use their tensor-wide factor."""
+        raise NotImplementedError
+
     # ---- what follows
+
+    def factor_counts(self) -> tuple[int, int]:
+        """Return (m, k), the shape of a factor grid."""
+        rows, cols = self.block
+        return ceil_div(self.matrix.shape[0], rows), ceil_div(self.matrix.shape[1], cols)
 
     def round(self, x: Tensor, factors: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of the nearest values, and these values as ``dequantize`` gives them.
@@ -171,6 +180,11 @@ class Grid:
         encode, inner, outer = self.multipliers(factors, wide)
         codes = self.codes(x * encode)
         return codes, decode(codes, self.element) * inner * outer
+
+    def values(self, codes: Tensor, factors: Tensor, wide: Tensor) -> Tensor:
+        """Return the values of codes as ``dequantize`` gives them, float32; see ``round``."""
+        _, inner, outer = self.multipliers(factors, wide)
+        return decode(codes, self.element) * inner * outer
 
     def tensor(self, codes: Tensor, factors: Tensor) -> QuantizedTensor:
         """Return the quantized tensor with these codes (M, K) and factors (m, k)."""

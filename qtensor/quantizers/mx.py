@@ -18,6 +18,7 @@ from qtensor.reference import mx
 from qtensor.reference.blocks import (
     as_matrix,
     block_amax,
+    crop,
     read_scales,
     spread,
     to_blocks,
@@ -77,6 +78,11 @@ class MXGrid(Grid):
         data.copy_(self.quantizer._pack(codes, "_rowwise").view(data.shape))
         scales = spread(factors, self.block[0], 1, (codes.shape[0], factors.shape[1]))
         write_scales_(out["_rowwise_scale_inv"], scales, self.quantizer.swizzled)
+
+    def take(self, buffers: dict[str, Tensor]) -> Tensor:
+        """Return the stored codes of the factors."""
+        scales = read_scales(buffers["_rowwise_scale_inv"], self.quantizer.swizzled)
+        return crop(scales[:: self.block[0]], *self.factor_counts()).clone()
 
 
 @dataclass(frozen=True, kw_only=True)

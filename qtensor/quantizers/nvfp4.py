@@ -19,7 +19,14 @@ from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import hadamard, nvfp4
-from qtensor.reference.blocks import as_matrix, pad_matrix, read_scales, spread, write_scales_
+from qtensor.reference.blocks import (
+    as_matrix,
+    crop,
+    pad_matrix,
+    read_scales,
+    spread,
+    write_scales_,
+)
 from qtensor.reference.elements import (
     decode,
     decode_pairs,
@@ -84,6 +91,12 @@ class NVFP4Grid(Grid):
             out["_rowwise_global_scale_inv"].copy_(factor)
         scales = spread(factors, self.block[0], 1, (codes.shape[0], factors.shape[1]))
         self.quantizer._write(out, "_rowwise", codes, scales)
+
+    def take(self, buffers: dict[str, Tensor]) -> Tensor:
+        """Return the stored E4M3 codes, and use the stored maxima."""
+        self.wide = buffers["_amax_rowwise"].clone()[:, None]
+        scales = read_scales(buffers["_rowwise_scale_inv"], self.quantizer.swizzled)
+        return crop(scales[:: self.block[0]], *self.factor_counts()).clone()
 
 
 @dataclass(frozen=True, kw_only=True)

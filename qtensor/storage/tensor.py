@@ -29,6 +29,7 @@ from qtensor.storage.ops import assignment, whole_products
 from qtensor.storage.ops.dispatch import dispatch
 from qtensor.storage.ops.indexing import is_element, read_element
 from qtensor.storage.ops.lazy_view import MissingBuffer, layout_of
+from qtensor.storage.ops.lost_changes import WarnsOfLostChanges
 from qtensor.storage.ops.part_values import read_values
 from qtensor.storage.ops.products import ScaledArguments
 from qtensor.storage.ops.table import FILLED_LATE, Args, Kwargs, Op
@@ -95,7 +96,9 @@ def _as_parameter(cls: type[QuantizedTensor], tensor: object, requires_grad: boo
     return torch.nn.Parameter(tensor, requires_grad=requires_grad)
 
 
-class QuantizedTensor(GatheredWeight, ScaledArguments, QuantizedTensorStorage, torch.Tensor):
+class QuantizedTensor(
+    GatheredWeight, ScaledArguments, WarnsOfLostChanges, QuantizedTensorStorage, torch.Tensor
+):
     """Wrap a storage as a ``torch.Tensor`` of the nominal dtype and the logical shape.
 
     Make one with a quantizer, ``quantizer(x)``, or from buffers:

@@ -47,11 +47,11 @@ class _Reached(BaseException):
 
 
 def survey(
-    model: nn.Module, layers: Mapping[str, LinearLayer], batches: Sequence[Any]
+    model: nn.Module, layers: Mapping[str, LinearLayer], batches: Sequence[Any], op: str = OP
 ) -> dict[str, LayerInputs]:
     """Run the model on all inputs, and return what each layer received, in the order of first use.
 
-    The model is in eval mode; the caller turns gradients off.
+    The model is in eval mode; the caller turns gradients off. ``op`` begins the texts of errors.
     """
     found: dict[str, LayerInputs] = {}
     numbers: dict[str, list[int]] = {name: [] for name in layers}
@@ -73,19 +73,19 @@ def survey(
             last[:] = [(x, version), last[1] + 1]
         numbers[name].append(last[1])
 
-    with visiting(OP, layers, see, finish) as padding, same_random_numbers(model):
+    with visiting(op, layers, see, finish) as padding, same_random_numbers(model):
         calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in layers}
         for index, batch in enumerate(batches):
             padding(batch)
-            run(OP, f"calibration[{index}]", model, batch)
+            run(op, f"calibration[{index}]", model, batch)
             for name, made in numbers.items():
                 calls[name].append(tuple(made))
                 made.clear()
     for name in layers:
         rule = "the calibration inputs must reach each layer"
         fix = f"Add inputs that run {name}, or leave it out with filter_fn"
-        check(name in found and sum(found[name].rows) > 0, OP, rule, f"no input of {name}", fix)
-        check_finite(name, found[name].squares)
+        check(name in found and sum(found[name].rows) > 0, op, rule, f"no input of {name}", fix)
+        check_finite(name, found[name].squares, op)
         found[name].calls = calls[name]
     return found
 
@@ -152,7 +152,7 @@ def expert_ranges(inputs: LayerInputs) -> list[range]:
     return [range(first, min(first + step, count)) for first in range(0, count, step)]
 
 
-def check_finite(name: str, squares: Sequence[Tensor]) -> None:
+def check_finite(name: str, squares: Sequence[Tensor], op: str = OP) -> None:
     """Refuse inputs whose sum of squares is not finite."""
     for sums in squares:
         bad = (~sums.isfinite()).nonzero().flatten().tolist()
@@ -160,4 +160,4 @@ def check_finite(name: str, squares: Sequence[Tensor]) -> None:
             rule = "the inputs of a layer must be finite, and their squares too"
             got = f"NaN or inf in the input of {name}, channel {bad[0]}"
             fix = "Check the calibration inputs; qtensor.debug.record finds the first NaN"
-            fail(OP, rule, got, fix)
+            fail(op, rule, got, fix)

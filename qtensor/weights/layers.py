@@ -120,11 +120,10 @@ def linear_layers(
         rule = "filter_fn must be a function of a module and its name"
         fail(op, rule, repr(filter_fn), "Pass one that returns a bool", ArgumentTypeError)
     holders: dict[int, dict[str, nn.Module]] = {}
-    found: dict[str, LinearLayer] = {}
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             holders.setdefault(id(parameter), {})[f"{name}.{own}" if name else own] = module
-        found |= _layers_of(module, name)
+    found = named_layers(model)
     reasons = {}
     for name, layer in found.items():
         selected = filter_fn is None or filter_fn(layer.modules[0], name)
@@ -165,7 +164,15 @@ def dense_modules(model: nn.Module) -> tuple[LayerReport, ...]:
     return tuple(reports)
 
 
-def _layers_of(module: nn.Module, name: str) -> dict[str, LinearLayer]:
+def named_layers(model: nn.Module) -> dict[str, LinearLayer]:
+    """Return all linear layers of a model by name, whatever their weights are."""
+    found: dict[str, LinearLayer] = {}
+    for name, module in model.named_modules():
+        found |= layers_of(module, name)
+    return found
+
+
+def layers_of(module: nn.Module, name: str) -> dict[str, LinearLayer]:
     """Return the layers of one module by name: none, one, or the weights of stacked experts."""
     if isinstance(module, GroupedLinear):
         weights = tuple([f"weight{i}" for i in range(module.num_gemms)])

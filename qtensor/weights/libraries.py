@@ -1,4 +1,4 @@
-"""Tell the libraries from which a model comes that its weights are quantized."""
+"""Speak with the libraries from which a model comes, or which have changed it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from qtensor.modules.conversion import LayerReport
 
 _CLASSES = {("transformers", "PreTrainedModel"): "qtensor.integrations.transformers"}
 """Library and class of its models -> module with the function ``adopt``.
@@ -34,3 +38,14 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _outermost(child, kind)
+
+
+def library_changes(model: nn.Module) -> tuple[dict[str, Any], list[LayerReport]]:
+    """Return the changes by name that adapters of PEFT make, and adapters that cannot be merged.
+
+    See ``qtensor.integrations.peft.changes``. Without PEFT in the process, there are none.
+    """
+    if "peft" not in sys.modules:
+        return {}, []
+    integration = importlib.import_module("qtensor.integrations.peft")
+    return cast("tuple[dict[str, Any], list[LayerReport]]", integration.changes(model))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,19 +14,22 @@ CHUNK = 1 << 20
 """Values that are searched at a time; a block with more values is searched alone."""
 
 
-def best_factors(grid: Grid, x: Tensor, importance: Tensor | None = None) -> Tensor:
+def best_factors(
+    grid: Grid, x: Tensor, importance: Tensor | None = None, start: Tensor | None = None
+) -> Tensor:
     """Return the factors with the least sum of ``importance * (x - value)^2`` in each block.
 
     Each block is searched over the candidates of ``grid.falling``, in float64. Values beyond the
     largest one of a candidate are clipped to it. The error of this clipping alone grows with each
     further candidate, so a block is finished when it reaches the least error found. The search
     is exact where ``falling`` yields every factor that can be best: for E8M0 and E4M3 factors and
-    for powers of two. A factor other than the nearest one is chosen only if its error is smaller.
+    for powers of two. A factor other than ``start`` is chosen only if its error is smaller.
 
     Args:
         grid: of the weight.
         x: float32 (M, k), columns of some whole blocks of the weight.
         importance: float32 or float64 (k,), not negative: weights of the columns; None: all equal.
+        start: factors to begin with; the nearest ones if None.
 
     Returns:
         Factors (m, k / columns), as ``grid.nearest`` returns them.
@@ -37,7 +42,8 @@ def best_factors(grid: Grid, x: Tensor, importance: Tensor | None = None) -> Ten
     if importance is not None:
         line = to_blocks(importance.double()[None], 1, cols)
         weights = line.expand(down, rows, right, cols)
-    factors, wide = nearest.reshape(-1).clone(), grid.wide.expand_as(nearest).reshape(-1)
+    above, wide = nearest.reshape(-1), grid.wide.expand_as(nearest).reshape(-1)
+    factors = (nearest if start is None else start).reshape(-1).clone()
     size = rows * cols
     flat = _lines(blocks, size)
     flat_weights = None if weights is None else _lines(weights, size)
@@ -45,7 +51,8 @@ def best_factors(grid: Grid, x: Tensor, importance: Tensor | None = None) -> Ten
     for first in range(0, len(flat), step):
         part = slice(first, first + step)
         weight = None if flat_weights is None else flat_weights[part]
-        factors[part] = _search(grid, flat[part], factors[part], wide[part], weight)
+        found = _Blocks(flat[part], above[part], wide[part], weight)
+        factors[part] = _search(grid, found, factors[part])
     return factors.view(nearest.shape)
 
 
@@ -54,14 +61,27 @@ def _lines(blocks: Tensor, size: int) -> Tensor:
     return blocks.transpose(1, 2).reshape(-1, size)
 
 
-def _search(grid: Grid, x: Tensor, nearest: Tensor, wide: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the best factors (n,) of blocks x (n, values).
+class _Blocks(NamedTuple):
+    """Blocks to search.
 
-    Each block begins with the factor ``nearest``, has the tensor-wide factor ``wide``, and weights
-    (n, values) of its values or None.
+    Attributes:
+        x: (n, values).
+        nearest: (n,), the factors that quantizing chooses; candidates fall from them.
+        wide: (n,), the tensor-wide factors.
+        weight: (n, values) of the squares; None for equal weights.
     """
-    best = nearest.clone()
-    least = _error(grid, x, nearest, wide, weight)
+
+    x: Tensor
+    nearest: Tensor
+    wide: Tensor
+    weight: Tensor | None
+
+
+def _search(grid: Grid, blocks: _Blocks, start: Tensor) -> Tensor:
+    """Return the best factors (n,) of blocks, ``start`` where no candidate is better."""
+    x, nearest, wide, weight = blocks
+    best = start.clone()
+    least = _error(grid, x, start, wide, weight)
     active = torch.arange(len(x), device=x.device)
     magnitude = x.abs()
     for candidates in grid.falling(nearest):

@@ -70,6 +70,7 @@ REASONS: dict[str, str] = {
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
     "qtensor/storage/rebuild.py::part": "how a view relates to the whole, each fact by its name",
     "qtensor/weights/format_search.py::search": "public; all but two are keyword-only options",
+    "qtensor/weights/merging.py::merge_lora_": "public; all but two are keyword-only options",
     "qtensor/storage/serialize.py::rebuild": (
         "what a pickle names, flat, so that old files load by position"
     ),
