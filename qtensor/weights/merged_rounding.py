@@ -28,6 +28,10 @@ from qtensor.weights.scale_search import best_factors
 
 DAMPING = 0.01
 """Share of the mean of the diagonal of the matrix of inputs that is added to it."""
+GROWTH = 1.25
+"""A tensor-wide factor stays while the largest value of the sum is below this times its limit.
+
+Clipping the few values beyond costs less than moving all others off their grid."""
 
 
 def rounded_sum(
@@ -43,8 +47,7 @@ def rounded_sum(
         return nearest_sum(target, quantizer, shared_rows(weight))
     grid = grid_of(quantizer, target)
     grid.dtype = weight.dtype
-    names = [slot.name for slot in quantizer.slots]
-    stored = grid.take(dict(zip(names, weight.buffers(), strict=True)))
+    stored = _take(grid, weight)
     if method == "stochastic":
         done = _at_random(grid, stored, generator)
     else:
@@ -57,6 +60,24 @@ def rounded_sum(
         codes, factors = (torch.cat([part[i] for part in parts]) for i in range(2))
         done = Rounded(codes, factors, DAMPING)
     return grid.tensor(done.codes, done.factors)
+
+
+def _take(grid: Grid, weight: QuantizedTensor) -> Tensor:
+    """Return the factors of a weight (m, k), and let the grid of the sum use its tensor-wide one.
+
+    If the sum has grown far beyond the largest value that the tensor-wide factor allows, both are
+    those that quantizing the sum gives.
+    """
+    maxima, rows = grid.wide, shared_rows(weight)
+    if rows:
+        maxima = maxima.view(-1, rows).amax(1).repeat_interleave(rows)[:, None]
+    names = [slot.name for slot in grid.quantizer.slots]
+    stored = grid.take(dict(zip(names, weight.buffers(), strict=True)))
+    grown = maxima > GROWTH * grid.wide
+    if not grown.any():
+        return stored
+    grid.wide = torch.where(grown, maxima, grid.wide)
+    return torch.where(grown, grid.nearest(grid.matrix), stored)
 
 
 def nearest_sum(target: Tensor, quantizer: Quantizer, rows: int) -> QuantizedTensor:

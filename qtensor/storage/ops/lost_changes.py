@@ -40,14 +40,15 @@ def _changed(q: Any, other: Any, op: Callable[[Any, Any], Any], sign: int) -> An
         or torch.compiler.is_compiling()
         or q.is_meta
         or watched()
-        or (torch.is_grad_enabled() and (q.requires_grad or other.requires_grad))
     ):
         return op(q, other)
-    before = q.dequantize(torch.float32)
+    with torch.no_grad():
+        before = q.dequantize(torch.float32)
     result = op(q, other)
-    wanted = other.dequantize() if hasattr(other, "quantizer") else other
-    wanted = (sign * wanted.to(before.device, torch.float32)).expand_as(before)
-    kept, cosine, _ = left_of(wanted, q.dequantize(torch.float32) - before)
+    with torch.no_grad():
+        wanted = other.dequantize() if hasattr(other, "quantizer") else other
+        wanted = (sign * wanted.to(before.device, torch.float32)).expand_as(before)
+        kept, cosine, _ = left_of(wanted, q.dequantize(torch.float32) - before)
     left = min(kept, cosine)
     if left < LIMIT:
         text = (
