@@ -56,10 +56,12 @@ if TYPE_CHECKING:
     )
     from qtensor.reporting import ModelReport, model_report
     from qtensor.weights import (
+        Calibration,
         LayerMerge,
         Merge,
         Rounding,
         SearchResult,
+        calibrate,
         merge_lora_,
         quantize_,
         search,
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentTypeError",
     "BlockError",
+    "Calibration",
     "Conversion",
     "DotProductAttention",
     "DtypeError",
@@ -114,6 +117,7 @@ __all__ = [
     "__version__",
     "attention",
     "autocast",
+    "calibrate",
     "checkpoint",
     "checkpoints",
     "convert_",
@@ -160,6 +164,7 @@ del _name
 # Loaded at first use, so that quantizing tensors does not import the training stack.
 _LAZY = {
     "BlockError": "qtensor.debug.error_report",
+    "Calibration": "qtensor.weights",
     "Conversion": "qtensor.modules.conversion",
     "DotProductAttention": "qtensor.modules.dot_product_attention",
     "ErrorReport": "qtensor.debug.error_report",
@@ -175,6 +180,7 @@ _LAZY = {
     "RotaryPositionEmbedding": "qtensor.modules.rotary",
     "TransformerLayer": "qtensor.modules.transformer_layer",
     "autocast": "qtensor.autocasting",
+    "calibrate": "qtensor.weights",
     "checkpoint": "qtensor.functional.checkpoint",
     "checkpoints": "qtensor.checkpoints",
     "convert_": "qtensor.modules.convert",

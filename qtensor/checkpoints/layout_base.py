@@ -179,6 +179,21 @@ class Layout(abc.ABC):
             CheckpointError: a value of a factor is not legal.
         """
 
+    def input_format(self, group: Group) -> str:
+        """Return the format in which the config says that the inputs of a weight are quantized.
+
+        It is the canonical text of a quantizer, or "" for inputs in high precision, the default.
+        Formats with a factor of the whole tensor need one of ``input_factors`` in the file.
+        """
+        return ""
+
+    def inputs_are_dynamic(self, group: Group) -> bool:
+        """Return True if each input of a weight has factors of its own, so that the file has none.
+
+        It is asked where the file has no factor and ``input_format`` would need one.
+        """
+        return False
+
     def inner_names(self) -> Iterable[str]:
         """Return the names of tensors inside plain ones, such as pickled states; none by default.
 
@@ -319,6 +334,8 @@ class Writer(abc.ABC):
         """Weight -> True if its FP8 factors are stored in 16 bits."""
         self.plain_dims: dict[str, int] = {}
         """Plain tensor -> number of its dims; ``plain`` fills it."""
+        self.input_formats: dict[str, str] = {}
+        """Module -> format of its inputs, where a calibration names it."""
 
     @abc.abstractmethod
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:

@@ -109,6 +109,31 @@ def divisor_of(quantizer: NVFP4Quantizer, amax: Tensor, factor: Tensor | None) -
     return near[distance.argmin()].reshape(1)
 
 
+def activation_divisor(amax: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Return the divisor that compressed-tensors stores for activations with this amax.
+
+    Its ``generate_gparam`` computes ``2688 / amax`` as ``fl(fl(1 / amax) * 2688)``. With a decode
+    factor that is not ``fl(1 / g)`` of this number, it is the g with ``fl(1 / g)`` equal to the
+    factor that is next to it. All are float32 (1,).
+    """
+    guess = amax.reciprocal() * 2688
+    if factor is None or torch.equal(_divided(1.0, guess), factor):
+        return guess
+    near = _neighbours(_divided(1.0, factor))
+    near = near[_divided(1.0, near) == factor]
+    if not len(near):
+        return _divided(1.0, factor)
+    return near[(near.double() - guess.double()).abs().argmin()].reshape(1)
+
+
+def activation_amax(divisor: Tensor) -> Tensor:
+    """Return an amax whose ``activation_divisor`` is g, or else ``fl(2688 / g)``; float32 (1,)."""
+    guess = _divided(2688.0, divisor.reshape(1))
+    candidates = torch.cat((guess.bfloat16().float(), _neighbours(guess)))
+    hits = candidates[candidates.reciprocal() * 2688 == divisor]
+    return hits[:1] if len(hits) else guess
+
+
 def _divided(top: float, by: Tensor) -> Tensor:
     """Return fl(top / by); ``top / by`` of a number would multiply with a rounded reciprocal."""
     return torch.full_like(by, top) / by

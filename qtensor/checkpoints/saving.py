@@ -12,6 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.checkpoints.activation_factors import (
+    refuse_quantizers,
+    with_calibration,
+    without_quantizers,
+)
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec, sync_folder
 from qtensor.checkpoints.containers.shard_files import INDEX_SUFFIX, read_json
@@ -21,6 +26,7 @@ from qtensor.checkpoints.layouts.qtensor import without_note
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.publishing import FolderSwap, restore
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.weights.calibrated import Calibration
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -39,6 +45,7 @@ def save(
     layout: str = "qtensor",
     *,
     config: Mapping[str, Any] | None = None,
+    calibration: Calibration | None = None,
     shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> None:
@@ -56,12 +63,15 @@ def save(
         layout: name of the layout.
         config: config.json of the model, without a quantization entry; by default that of an open
             checkpoint, or of a transformers model, or none.
+        calibration: factors of activations, keys and values, which are written as the layout
+            stores them; by default those that ``Calibration.apply`` gave a module.
         shard_size: most bytes of tensors in a file, as a number or a text such as ``"5GB"``; one
             weight is never split. A single file has no limit.
         overwrite: True to replace files that exist.
 
     Raises:
-        CheckpointError: the layout cannot hold a tensor, a file exists, or the disk is full.
+        CheckpointError: the layout cannot hold a tensor or a factor, a factor belongs to no
+            quantized weight, a file exists, or the disk is full.
     """
     path = checked_path(path, "path")
     cls = writable(layout, path)
@@ -70,6 +80,12 @@ def save(
         rule = "config is the content of config.json, a mapping"
         refuse(Place(path), rule, type(config).__name__, "Pass a dict")
     writer = cls(without_quantization(config if config is not None else _config_of(model)))
+    if isinstance(model, torch.nn.Module):
+        state = without_quantizers(state)
+        calibration = Calibration.of(model) if calibration is None else calibration
+    refuse_quantizers(state)
+    if calibration is not None:
+        state = with_calibration(state, writer, calibration)
     if isinstance(model, Checkpoint):
         _check_factors(model, layout)
         writer.source = model.source

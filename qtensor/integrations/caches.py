@@ -34,7 +34,8 @@ from qtensor.storage.ops.attention import attention
 
 NAME = "qtensor"
 """The attention implementation that reads quantized keys and values."""
-_OURS = ("full_attention", "sliding_attention", "chunked_attention")
+KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers of transformers whose keys and values a cache holds."""
 _START = 256
 """Tokens for which a cache that grows has room at first."""
 Scales = dict[int, tuple[Tensor | None, Tensor | None]]
@@ -251,7 +252,7 @@ class QTensorCache(Cache):
         sizes = {} if capacity is None else {"max_cache_len": capacity}
         layers = []
         for index, (kind, own) in enumerate(zip(*get_layer_types_and_kwargs(text), strict=True)):
-            if kind not in _OURS:
+            if kind not in KINDS:
                 layers.append(others[kind](**own, **sizes))
                 continue
             options: dict[str, Any] = {"k_format": k_format, "v_format": v_format, "k_mean": k_mean}

@@ -35,6 +35,7 @@ class QTensorConfig(QuantizationConfigMixin):
         modules_to_not_convert: names of modules that stay as they are, besides the output
             embeddings and tied weights.
         layout: the layout that ``save_pretrained`` writes.
+        activations: whether the layers quantize their inputs as the checkpoint says.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class QTensorConfig(QuantizationConfigMixin):
         *,
         modules_to_not_convert: str | list[str] | None = None,
         layout: str = METHOD,
+        activations: bool = False,
         **entry: Any,
     ) -> None:
         """Make a configuration.
@@ -56,6 +58,8 @@ class QTensorConfig(QuantizationConfigMixin):
                 from the start of a name, as a regular expression, or as a suffix.
             layout: name of the layout that ``save_pretrained`` writes, such as ``"qtensor"`` or
                 ``"compressed-tensors"``; it must be one that ``qtensor.checkpoints`` writes.
+            activations: True lets the layers of a quantized checkpoint quantize their inputs as
+                its config says, with the factors of the file (``qtensor.checkpoints.calibration``).
             **entry: other keys of ``quantization_config`` in a config.json of ours.
 
         Raises:
@@ -75,7 +79,7 @@ class QTensorConfig(QuantizationConfigMixin):
         if find_layout(layout).writer is None:
             fix = 'Use layout="qtensor"'
             fail("QTensorConfig", "save_pretrained writes the layout", layout, fix)
-        self.layout = layout
+        self.layout, self.activations = layout, activations
         self._entry: dict[str, Any] | None = None
 
     def get(self, key: str, default: object = None) -> Any:
@@ -83,14 +87,15 @@ class QTensorConfig(QuantizationConfigMixin):
         return self.to_dict().get(key, default)
 
     def __repr__(self) -> str:
-        names = ("format", "modules_to_not_convert", "layout")
+        names = ("format", "modules_to_not_convert", "layout", "activations")
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in names)})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``quantization_config`` of config.json, as the layout last written has it."""
         if self._entry is not None:
             return dict(self._entry)
-        return {"quant_method": METHOD, "version": _VERSION}
+        more = {"activations": True} if self.activations else {}
+        return {"quant_method": METHOD, "version": _VERSION, **more}
 
 
 def _weight_formats(format: Formats) -> str | dict[str, str | None] | None:

@@ -32,11 +32,13 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qtensor import checkpoints
 from qtensor.api import parsed
+from qtensor.checkpoints.activation_factors import with_calibration, without_quantizers
 from qtensor.checkpoints.buffers import unshared
 from qtensor.checkpoints.containers.shard_files import path_of
 from qtensor.checkpoints.layouts.qtensor import NOTE, read_label, without_note
 from qtensor.checkpoints.saving import without_quantization, writable
 from qtensor.core.errors import UnsupportedError, check, fail
+from qtensor.core.texts import some
 from qtensor.debug.layers import is_conv1d
 from qtensor.integrations.caches import QTensorCache, kv_scales
 from qtensor.integrations.experts import ExpertWeights
@@ -52,6 +54,7 @@ from qtensor.integrations.methods import take_methods
 from qtensor.integrations.quantization_config import METHOD, QTensorConfig
 from qtensor.integrations.stacking import common_factors, quantize_each
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.weights.calibrated import Calibration
 from qtensor.weights.layers import match
 from qtensor.weights.shown import WeakMethod, show_formats
 
@@ -190,6 +193,8 @@ class QTensorQuantizer(HfQuantizer):
         """Close the checkpoint, and move the weights to the device of the whole model."""
         if self.reader is not None:
             self.dense = self.reader.dense
+            if self.quantization_config.activations:
+                _quantize_inputs(model, checkpoints.calibration(self.reader.checkpoint))
             self.reader.checkpoint.close()
             self.reader = None
         if self._device is not None and torch.device(self._device).type != "cpu":
@@ -228,7 +233,8 @@ class QTensorQuantizer(HfQuantizer):
         """
         layout = self.quantization_config.layout
         writer = writable(layout, "")(_plain_config(model))
-        state = weights(model)
+        calibration = Calibration.of(model)
+        state = with_calibration(weights(model), writer, calibration)
         stored: dict[str, Tensor] = {}
         for name, tensor in state.items():
             if isinstance(tensor, QuantizedTensor):
@@ -238,6 +244,8 @@ class QTensorQuantizer(HfQuantizer):
             stored.update(parts)
         config = writer.config()
         entry = config.get("quantization_config")
+        if entry is not None and layout == METHOD and calibration.inputs:
+            entry["activations"] = True
         if entry is None and writer.files():
             rule = f"layout {layout!r} has files that save_pretrained does not write"
             fix = f"Call qtensor.checkpoints.save(weights(model), path, layout={layout!r}, config=)"
@@ -249,6 +257,19 @@ class QTensorQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         """Return True: ``save_pretrained`` writes ``QTensorConfig.layout``."""
         return True
+
+
+def _quantize_inputs(model: PreTrainedModel, calibration: Calibration) -> None:
+    """Let the layers of a model quantize their inputs as its checkpoint says."""
+    rule = "a checkpoint loaded with activations=True says how inputs are quantized"
+    fix = "Load it without activations=True"
+    check(bool(calibration.inputs), "from_pretrained", rule, calibration.note, fix)
+    known = {name for name, _ in model.named_modules()}
+    missing = [name for name in calibration.inputs if name not in known]
+    if missing:
+        rule = "activations=True is for layers that the model has as modules, not for its experts"
+        fail("from_pretrained", rule, some(missing), fix, UnsupportedError)
+    calibration.apply(model)
 
 
 def _layer_of(model: PreTrainedModel, param_name: str) -> str | None:
@@ -374,7 +395,7 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
     Stacked experts are split where the checkpoints of the model store every expert apart, and tied
     weights are listed once. ``qtensor.checkpoints.save`` writes the result in any layout and in
-    shards.
+    shards. Factors of inputs are left out: pass it ``calibration=Calibration.of(model)``.
 
     Args:
         model: a model of transformers.
@@ -388,7 +409,8 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     fits = hasattr(model, "all_tied_weights_keys")  # wrappers hand on those of their model
     rule, fix = "the model is one of transformers", "Use its state_dict()"
     check(fits, "weights", rule, type(model).__name__, fix)
-    found = {k: t for k, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    whole = without_quantizers(model.state_dict(keep_vars=True))
+    found = {k: t for k, t in whole.items() if isinstance(t, Tensor)}
     plain = {key: t.detach() for key, t in found.items() if not _quantized(t)}
     kept = {*remove_tied_weights_from_state_dict(plain, model), *_untied(model, found)}
     state = {key: _experts_of(t.detach()) for key, t in found.items() if key in kept}

@@ -116,6 +116,28 @@ def quantize_by_maxima(quantizer: QuantizerLike, x: Tensor, amax: list[Tensor]) 
     return _with_gradient(x, called, None, amax, None)[0]
 
 
+def quantize_with_factor(
+    quantizer: Called, x: Tensor, amax: Tensor, scale_inv: Tensor
+) -> QuantizedTensor:
+    """Return a tensor with a tensor-wide factor of the caller, whatever the maximum of ``x`` is.
+
+    Values beyond ``amax`` saturate. The last slot of the quantizer is the tensor-wide decode
+    factor, as in "fp8" and "nvfp4(with_global_scale_inv=True)".
+
+    Args:
+        quantizer: the quantizer; its ``constants_of`` in a compiled region.
+        x: any shape; float32, bfloat16 or float16; plain, or quantized otherwise.
+        amax: float32 (1,), the largest magnitude that is encoded; NVFP4 encodes with it.
+        scale_inv: float32 (1,), the factor that decodes; FP8 encodes with its reciprocal.
+    """
+    check_arguments(quantizer, x, None, None, has_out=False)
+    if not is_compiling():
+        _refuse_transforms(quantizer, x)
+    is_fp8 = quantizer.format == "fp8"
+    scale, maxima = (scale_inv.reciprocal(), None) if is_fp8 else (None, [amax])
+    return _with_gradient(x, quantizer, scale, maxima, None, scale_inv)[0]
+
+
 # ---- the arguments
 
 
@@ -278,11 +300,12 @@ def _with_gradient(
     scale: Tensor | None,
     amax: list[Tensor] | None,
     seed: Tensor | None,
+    factor: Tensor | None = None,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Return the result of ``_run``, whose gradient is that of ``x`` if one is needed."""
     if x.requires_grad and torch.is_grad_enabled():
-        return QuantizeFunction.apply(x, quantizer, scale, amax, seed)
-    return _run(x, quantizer, scale, amax, seed)
+        return QuantizeFunction.apply(x, quantizer, scale, amax, seed, factor)
+    return _run(x, quantizer, scale, amax, seed, factor)
 
 
 def _run(
@@ -291,6 +314,7 @@ def _run(
     scale: Tensor | None,
     amax: list[Tensor] | None,
     seed: Tensor | None,
+    factor: Tensor | None = None,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Run the op and wrap its buffers.
 
@@ -300,11 +324,14 @@ def _run(
         scale: (1,) float32 encode factor of delayed scaling, or None.
         amax: maxima that ``Quantizer.amax`` returned, reduced over a group, or None.
         seed: (1,) int64 seed of stochastic rounding, or None.
+        factor: (1,) float32 decode factor that replaces the last buffer, or None.
 
     Returns:
         The quantized tensor, and the amax (1,) of delayed scaling, or None.
     """
     buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
+    if factor is not None:
+        buffers = [*buffers[:-1], factor.clone()]
     tensor = assembled(quantizer, buffers, x.shape, x.dtype)
     return tensor, buffers[-1] if len(buffers) > len(quantizer.keywords) else None
 
@@ -325,9 +352,9 @@ class QuantizeFunction(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: FunctionCtx, grad: Tensor, _: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None, None, None]:
         """Return ``grad``, of the shape of the tensor, as the gradient of ``x``."""
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def assembled(

@@ -1,5 +1,7 @@
 """Quantize the weights of a model, search for formats, and merge adapters into the weights."""
 
+from qtensor.weights.activations import calibrate
+from qtensor.weights.calibrated import CalibratedInput, CalibratedKeysValues, Calibration
 from qtensor.weights.format_search import search
 from qtensor.weights.merge_report import LayerMerge, Merge
 from qtensor.weights.merging import merge_lora_
@@ -8,12 +10,16 @@ from qtensor.weights.rounding import Rounding
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
 __all__ = [
+    "CalibratedInput",
+    "CalibratedKeysValues",
+    "Calibration",
     "CurvePoint",
     "GroupChoice",
     "LayerMerge",
     "Merge",
     "Rounding",
     "SearchResult",
+    "calibrate",
     "merge_lora_",
     "quantize_",
     "search",

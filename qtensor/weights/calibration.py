@@ -6,7 +6,7 @@ each group of layers that share an input, up to the group, and more often for ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qtensor.core.errors import check, fail
 from qtensor.weights.layers import LinearLayer
 from qtensor.weights.metrics import run, same_random_numbers
-from qtensor.weights.visits import visiting
+from qtensor.weights.visits import Finish, See, visiting
 
 OP = "quantize_"
 ROWS = 8192
@@ -44,6 +44,26 @@ class LayerInputs:
 
 class _Reached(BaseException):
     """Ends a run of the model once a layer has its inputs; no handler of the model catches it."""
+
+
+def run_all(
+    op: str,
+    model: Callable[..., Any],
+    layers: Mapping[str, LinearLayer],
+    batches: Sequence[Any],
+    watch: tuple[See, Finish, Callable[[], None]],
+) -> None:
+    """Run a model on all inputs, and show the inputs of its layers.
+
+    ``watch`` has the functions ``see`` and ``finish`` of ``visiting``, and one that is called after
+    each run.
+    """
+    see, finish, after = watch
+    with visiting(op, layers, see, finish) as padding:
+        for index, batch in enumerate(batches):
+            padding(batch)
+            run(op, f"calibration[{index}]", model, batch)
+            after()
 
 
 def survey(
@@ -73,14 +93,15 @@ def survey(
             last[:] = [(x, version), last[1] + 1]
         numbers[name].append(last[1])
 
-    with visiting(op, layers, see, finish) as padding, same_random_numbers(model):
-        calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in layers}
-        for index, batch in enumerate(batches):
-            padding(batch)
-            run(op, f"calibration[{index}]", model, batch)
-            for name, made in numbers.items():
-                calls[name].append(tuple(made))
-                made.clear()
+    calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in layers}
+
+    def after() -> None:
+        for name, made in numbers.items():
+            calls[name].append(tuple(made))
+            made.clear()
+
+    with same_random_numbers(model):
+        run_all(op, model, layers, batches, (see, finish, after))
     for name in layers:
         rule = "the calibration inputs must reach each layer"
         fix = f"Add inputs that run {name}, or leave it out with filter_fn"

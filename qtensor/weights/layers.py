@@ -104,14 +104,19 @@ class LinearLayer:
 
 
 def linear_layers(
-    op: str, model: nn.Module, filter_fn: Filter | None, plain: bool = False
+    op: str,
+    model: nn.Module,
+    filter_fn: Filter | None,
+    plain: bool = False,
+    inputs: bool = False,
 ) -> tuple[dict[str, LinearLayer], list[LayerReport]]:
     """Return the linear layers by name, and a report of each one whose weight stays as it is.
 
     The layers are ``nn.Linear``, ``Conv1D`` and stacked experts of transformers, and ``Linear`` and
     ``GroupedLinear`` of qtensor. Modules that share a weight are one layer, with the name of the
     first. ``filter_fn(module, name)`` selects layers; stacked experts have the name of their
-    parameter. With ``plain``, layers of qtensor are left out.
+    parameter. With ``plain``, layers of qtensor are left out. With ``inputs``, the inputs of the
+    layers are asked for: weights may be quantized already, or lie as (E, K, N).
     """
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
@@ -127,13 +132,13 @@ def linear_layers(
     reasons = {}
     for name, layer in found.items():
         selected = filter_fn is None or filter_fn(layer.modules[0], name)
-        reasons[name] = _obstacle(layer, plain) if selected else "filtered"
+        reasons[name] = _obstacle(layer, plain, inputs) if selected else "filtered"
     layers: dict[str, LinearLayer] = {}
     for name, layer in found.items():
         if reasons[name]:
             continue
         places = {place: m for w in layer.stored for place, m in holders[id(w)].items()}
-        if len(places) == len(layer.parameters):
+        if inputs or len(places) == len(layer.parameters):
             layers[name] = layer
             continue
         # Modules that compute the same product with one weight are one layer.
@@ -207,21 +212,23 @@ def _alike(sharing: Mapping[str, LinearLayer], reasons: Mapping[str, str]) -> bo
     return len(kinds) == 1 and not is_ours and not any(reasons[name] for name in sharing)
 
 
-def _obstacle(layer: LinearLayer, plain: bool) -> str:
+def _obstacle(layer: LinearLayer, plain: bool, inputs: bool) -> str:
     """Return the reason for which a layer's weights are not replaced by quantized ones, or ""."""
     module = layer.modules[0]
     if isinstance(module, QuantizedModule):
         if plain:
             return f"a {type(module).__name__} of qtensor is not searched"
-        if reason := _own_obstacle(module):
+        if not inputs and (reason := _own_obstacle(module)):
             return reason
     elif isinstance(module, nn.Linear) and plain_class(module) is not nn.Linear:
         return f"{type(module).__name__} is a subclass of nn.Linear, with a forward of its own"
-    if layer.stacked and module.is_transposed:
+    if layer.stacked and module.is_transposed and not inputs:
         return "its experts are stored as (E, K, N), and blocks would lie along N"
     for weight in layer.stored:
         if weight is None:
             return "its weight is not a parameter"
+        if inputs and hasattr(weight, "quantizer"):
+            continue
         if isinstance(weight, QuantizedTensorStorage):
             return f"its weight is quantized already: {weight._quantizer.canonical}"
         if type(weight) is not nn.Parameter:

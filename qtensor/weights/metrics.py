@@ -66,7 +66,7 @@ def fingerprint(name: str, metric: Metric, reference: Tensor) -> list[str]:
     return [measured(name, metric, reference, output).hex() for output in outputs]
 
 
-def run(op: str, place: str, model: nn.Module, batch: Any) -> Any:
+def run(op: str, place: str, model: Callable[..., Any], batch: Any) -> Any:
     """Run a model on a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
 
     ``place`` says which input it is, for errors: ``"calibration[3]"``.

@@ -85,10 +85,10 @@ class _Products(TorchFunctionMode):
     def __init__(self, layers: Mapping[str, LinearLayer], see: See) -> None:
         super().__init__()
         self._see = see
-        self._layers = {
-            layer.stored[0].untyped_storage().data_ptr(): (name, layer.stored[0])
-            for name, layer in layers.items()
-        }
+        self._layers = {}
+        for name, layer in layers.items():
+            codes = _codes(layer.stored[0])
+            self._layers[codes.untyped_storage().data_ptr()] = (name, layer.stored[0], codes)
 
     def __torch_function__(
         self,
@@ -98,14 +98,27 @@ class _Products(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         weight = args[1] if func is F.linear and len(args) > 1 else None
-        if type(weight) is Tensor and (
-            found := self._layers.get(weight.untyped_storage().data_ptr())
-        ):
-            name, whole = found
-            if weight.shape == whole.shape[1:]:
-                expert = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
-                self._see(name, expert, args[0].detach().flatten(0, -2).float())
+        if type(weight) is Tensor or isinstance(weight, QuantizedTensorStorage):
+            self._see_product(args[0], weight)
         return func(*args, **(kwargs or {}))
+
+    def _see_product(self, x: Tensor, weight: Any) -> None:
+        own = _codes(weight)
+        found = self._layers.get(own.untyped_storage().data_ptr())
+        if found is None:
+            return
+        name, whole, codes = found
+        if weight.shape in (whole.shape[1:], whole.shape[:0:-1]):
+            expert = (own.storage_offset() - codes.storage_offset()) // codes[0].numel()
+            self._see(name, expert, x.detach().flatten(0, -2).float())
+
+
+def _codes(weight: Any) -> Tensor:
+    """Return a plain tensor in whose memory a weight, or its codes, lie."""
+    weight = getattr(weight, "stored", weight)  # of the quantized weights of experts
+    if isinstance(weight, QuantizedTensorStorage):
+        return weight.buffers()[0]
+    return weight
 
 
 @contextmanager

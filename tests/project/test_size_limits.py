@@ -69,6 +69,8 @@ REASONS: dict[str, str] = {
     "qtensor/modules/transformer_layer.py::TransformerLayer.forward": _OPTIONS,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
     "qtensor/storage/rebuild.py::part": "how a view relates to the whole, each fact by its name",
+    "qtensor/checkpoints/saving.py::save": "public; all but three are keyword-only options",
+    "qtensor/weights/activations.py::calibrate": "public; all but three are keyword-only options",
     "qtensor/weights/format_search.py::search": "public; all but two are keyword-only options",
     "qtensor/weights/merging.py::merge_lora_": "public; all but two are keyword-only options",
     "qtensor/storage/serialize.py::rebuild": (

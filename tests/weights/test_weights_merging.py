@@ -218,7 +218,9 @@ def test_the_report_tells_what_is_left(method):
 
 def test_the_warning_names_the_layers():
     small = pairs(size=1e-4)
-    with pytest.warns(UserWarning, match=r"less than 50% of the change is left in 2 of 2.*q \(\d+%\)"):
+    with pytest.warns(
+        UserWarning, match=r"less than 50% of the change is left in 2 of 2.*q \(\d+%\)"
+    ):
         qtensor.merge_lora_(quantized("nvfp4"), small)
     with pytest.warns(UserWarning, match=r"change of outputs \(cosine\).*merge_aware_"):
         qtensor.merge_lora_(

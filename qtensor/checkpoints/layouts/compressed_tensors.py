@@ -53,6 +53,16 @@ _FORMATS = {
 _BITS = {FP8: 8, NVFP4: 4, MXFP4: 4, MXFP6: 6, MXFP8: 8}
 _SIZES = {NVFP4: (16, 32), MXFP4: (32,), MXFP6: (32,), MXFP8: (32,)}
 """Legal ``group_size``; the first one holds where the config gives none."""
+_INPUTS = {
+    (8, "tensor", 0): "fp8",
+    (8, "token", 0): "fp8_rowwise",
+    (8, "group", 128): "fp8_blockwise(force_pow_2_scales=False)",
+    (8, "group", 32): "mxfp8",
+    (6, "group", 32): "mxfp6(packed=True)",
+    (4, "group", 32): "mxfp4",
+    (4, "tensor_group", 16): "nvfp4",
+}
+"""Bits, strategy and group size of inputs -> our format."""
 _DENSE = ("dense", None)
 _FLOATS = ("F32", "BF16", "F16")
 _SUFFIXES = ("weight_packed", "weight_scale", "weight_global_scale", "weight")
@@ -69,6 +79,15 @@ class Scheme(NamedTuple):
     """(rows, columns) that share an FP8 factor, or None."""
     size: int = 0
     """Elements along K that share a factor of NVFP4 and MX, or 0."""
+    inputs: str = ""
+    """Format of the inputs, "" for high precision, or "?" for one that we do not have."""
+    is_dynamic: bool = False
+    """True if inputs have factors of their own, and the file has none."""
+
+    @property
+    def of_weights(self) -> tuple[Any, ...]:
+        """Return what decides how the weights lie."""
+        return self[1:5]
 
     def names(self, module: str) -> bool:
         """Return True if a target names the module, exactly or by a ``re:`` pattern."""
@@ -142,7 +161,21 @@ class CompressedTensorsLayout(Layout):
             Pattern(text[3:], self.place()) if text.startswith("re:") else text
             for text in map(str, targets)
         )
-        return Scheme(patterns, fmt, strategy, block, size)
+        inputs = _inputs(group.get("input_activations"))
+        return Scheme(patterns, fmt, strategy, block, size, *inputs)
+
+    def inputs_are_dynamic(self, group: Group) -> bool:
+        """Return True if the config says so."""
+        return bool(group.options.is_dynamic)
+
+    def input_format(self, group: Group) -> str:
+        """Return the format of the inputs of a module by its config group."""
+        found: str = group.options.inputs
+        if found == "?":
+            rule = f"inputs are quantized in one of {', '.join(sorted(set(_INPUTS.values())))}"
+            fix = "Leave the inputs in high precision"
+            self.refuse(group.name, rule, "other input_activations in the config", fix)
+        return found
 
     def _fp8_block(self, strategy: str, weights: Mapping[str, Any]) -> tuple[int, int] | None:
         """Return the block of an FP8 scheme, or None for one factor a tensor or a row."""
@@ -237,7 +270,7 @@ class CompressedTensorsLayout(Layout):
             # The tensors do not tell the schemes apart, so the names of the targets decide.
             named = [s for s in fitting if s.names(module)]
             fitting = named or [s for s in fitting if s.is_default()]
-        if len({s[1:] for s in fitting}) != 1:
+        if len({s.of_weights for s in fitting}) != 1:
             said = ", ".join(sorted({f"{s.format} ({s.strategy})" for s in self._schemes}))
             got = f"the tensors of {found}, factors {scale.dtype} {list(scale.shape)}"
             rule = f"the config says {said}, and one of its groups must fit"
@@ -345,6 +378,17 @@ def _strategy(weights: Mapping[str, Any]) -> str:
     if size is None:
         return "tensor"
     return "channel" if size == -1 else "group"
+
+
+def _inputs(inputs: Any) -> tuple[str, bool]:
+    """Return the format of the inputs that a config group describes, and if they are dynamic."""
+    if not isinstance(inputs, dict) or str(inputs.get("type") or "float").lower() != "float":
+        return ("" if inputs is None else "?"), False
+    bits, size = inputs.get("num_bits"), inputs.get("group_size")
+    if type(bits) is not int:
+        return "?", False
+    key = (bits, _strategy(inputs), size if type(size) is int and size > 0 else 0)
+    return _INPUTS.get(key, "?"), inputs.get("dynamic") is True
 
 
 _BLOCKS = {

@@ -134,8 +134,9 @@ class CompressedTensorsWriter(Writer):
             return {**_args(8, "token"), "dynamic": True}
         if kind in _FP8_SCHEMES:
             return {**_args(8, "group", group_size=128), "dynamic": True}
-        if kind == MXFP8:
-            return {**_WEIGHTS[MXFP8], "dynamic": True}
+        formats = {self.input_formats.get(module) for module in modules}
+        if kind == MXFP8 or (kind in _MX and formats == {_MX[kind]}):
+            return {**_WEIGHTS[kind], "dynamic": True}
         return None
 
 
@@ -150,6 +151,8 @@ _KINDS = {
     **{"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp6": MXFP6, "mxfp8": MXFP8},
 }
 """Our format -> key of ``_WEIGHTS``."""
+_MX = {MXFP4: "mxfp4", MXFP6: "mxfp6(packed=True)"}
+"""Formats whose inputs are quantized only on request -> the format of the inputs."""
 _GROUP: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8"}
 _WEIGHTS: dict[str, dict[str, Any]] = {
     "tensor": _args(8, "tensor"),

@@ -45,6 +45,14 @@ _BLOCKS = Float8BlockQuantizer(block_scaling_dim=2, force_pow_2_scales=False)
 _FACTORS = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
 _OTHERS = ("pre_quant_scale", "output_scale")
 _EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj")
+_INPUTS = {
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_rowwise",
+    "NVFP4": "nvfp4",
+    "NVFP4_AWQ": "nvfp4",
+    "MXFP8": "mxfp8",
+}
+"""Algorithms that quantize inputs too -> the format of the inputs."""
 _FIX = "Check the config against the file, or download the missing shard"
 
 
@@ -270,6 +278,14 @@ class ModelOptLayout(Layout):
             self.expect(pre, [(shape[-1],)], ["F32", "BF16", "F16"], why)
             scheme += ", pre_quant_scale multiplies the activations"
         return target, scheme
+
+    def input_format(self, group: Group) -> str:
+        """Return the format of the inputs of a weight by its algorithm."""
+        name = group.options.name
+        if name == "MXFP4" or name.startswith("W4A8"):
+            rule = "the algorithm names one format of the inputs that we have"
+            self.refuse(group.name, rule, name, "Leave the inputs in high precision")
+        return _INPUTS.get(name, "")
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a weight; codes of turned experts are copied."""

@@ -116,7 +116,13 @@ class QTensorLayout(Layout):
 
     name = "qtensor"
     rank = 5
-    factor_names = frozenset({"input_scale", "input_global_scale", "k_scale", "v_scale"})
+    factor_names = frozenset({
+        "input_quantizer",
+        "input_scale",
+        "input_global_scale",
+        "k_scale",
+        "v_scale",
+    })
     input_factors: ClassVar[Mapping[str, Any]] = {
         "input_scale": FACTOR,
         "input_global_scale": DIVISOR,

@@ -35,12 +35,7 @@ class WarnsOfLostChanges:
 
 def _changed(q: Any, other: Any, op: Callable[[Any, Any], Any], sign: int) -> Any:
     """Return ``op(q, other)``, which adds ``sign * other`` to ``q`` in place."""
-    if (
-        not isinstance(other, Tensor)
-        or torch.compiler.is_compiling()
-        or q.is_meta
-        or watched()
-    ):
+    if not isinstance(other, Tensor) or torch.compiler.is_compiling() or q.is_meta or watched():
         return op(q, other)
     with torch.no_grad():
         before = q.dequantize(torch.float32)

@@ -1,0 +1,89 @@
+"""Models of transformers whose layers quantize their inputs with the factors of a checkpoint."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import qtensor
+from qtensor import checkpoints
+from tests.helpers.transformers_models import IDS, config, load, transformers
+
+integration = pytest.importorskip("qtensor.integrations.transformers")
+
+
+def keep(module, name):
+    return "lm_head" not in name
+
+
+def calibrated(fmt):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config("llama"), dtype=torch.bfloat16)
+    model.eval().requires_grad_(False)
+    qtensor.quantize_(model, fmt, keep)
+    plain = model(IDS).logits
+    found = qtensor.calibrate(model, [IDS, IDS + 1], fmt, filter_fn=keep, kv_cache="fp8")
+    found.apply(model)
+    return model, found, plain
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout"),
+    [("nvfp4", "qtensor"), ("fp8", "compressed-tensors"), ("nvfp4", "modelopt")],
+)
+def test_a_saved_model_runs_with_its_factors(tmp_path, fmt, layout):
+    model, found, plain = calibrated(fmt)
+    logits = model(IDS).logits
+    assert not torch.equal(logits, plain)
+    if layout == "modelopt":  # it has a second JSON file
+        state = integration.weights(model)
+        checkpoints.save(state, tmp_path, layout, config=model.config.to_dict(), calibration=found)
+        with checkpoints.open(tmp_path) as c:
+            assert "model.layers.0.self_attn.k_proj.k_scale" in c
+    else:
+        model.hf_quantizer.quantization_config.layout = layout
+        model.save_pretrained(tmp_path)
+    assert checkpoints.verify(tmp_path).ok
+    asked = integration.QTensorConfig(activations=True)
+    again = load(tmp_path, config=integration.pretrained_config(tmp_path, asked))
+    assert torch.equal(again(IDS).logits, logits)
+    compiled = torch.compile(again, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(IDS).logits, logits)
+    off = load(tmp_path, config=integration.pretrained_config(tmp_path))
+    assert torch.equal(off(IDS).logits, plain)
+    if layout == "qtensor":  # its own config says that the model was saved so
+        assert torch.equal(load(tmp_path)(IDS).logits, logits)
+
+
+def test_a_checkpoint_without_activations_is_refused(tmp_path):
+    model, _, _ = calibrated("nvfp4")
+    qtensor.Calibration.remove(model)
+    model.save_pretrained(tmp_path)
+    asked = integration.QTensorConfig(activations=True)
+    with pytest.raises(qtensor.QTensorError, match="says how inputs are quantized"):
+        load(tmp_path, config=integration.pretrained_config(tmp_path, asked))
+
+
+@pytest.mark.nightly(reason="starts another Python, which imports compressed-tensors")
+@pytest.mark.parametrize(("fmt", "last"), [("nvfp4", "input_global_scale"), ("fp8", "input_scale")])
+def test_the_library_compressed_tensors_opens_the_factors(tmp_path, fmt, last):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors (extra origins)")
+    model, _, _ = calibrated(fmt)
+    model.hf_quantizer.quantization_config.layout = "compressed-tensors"
+    model.save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.down_proj"
+    script = f"""
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, dtype=torch.float32)
+layer = model.get_submodule({name!r})
+print(layer.quantization_scheme.input_activations.dynamic, layer.{last}.item().hex())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
+    )
+    dynamic, number = done.stdout.split()
+    with checkpoints.open(tmp_path) as c:
+        assert float.fromhex(number) == c[f"{name}.{last}"].item()
+    assert dynamic == ("local" if fmt == "nvfp4" else "False")
