@@ -8,7 +8,7 @@ docs/checkpoints.md lists the layouts.
 
 # Imported before the function ``layouts``: the first import of the folder sets the same name.
 import qtensor.checkpoints.layouts  # noqa: F401
-from qtensor.checkpoints.activation_factors import calibration
+from qtensor.checkpoints.activation_factors import apply_transforms, calibration
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, Table, load_state_dict
 from qtensor.checkpoints.checkpoint import open_checkpoint as open
 from qtensor.checkpoints.conversion.api import convert, dequantize
@@ -50,6 +50,7 @@ __all__ = [
     "Unreadable",
     "Verification",
     "Writer",
+    "apply_transforms",
     "calibration",
     "compare",
     "convert",

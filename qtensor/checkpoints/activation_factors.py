@@ -9,17 +9,26 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtensor.api import quantizer_of
 from qtensor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from qtensor.checkpoints.containers.base import Path
 from qtensor.checkpoints.errors import Place, refuse
-from qtensor.checkpoints.layout_base import DIVISOR, Group, Writer, find_layout, layouts
+from qtensor.checkpoints.layout_base import (
+    DIVISOR,
+    PRE_SCALE,
+    ROTATION,
+    Group,
+    Writer,
+    find_layout,
+    layouts,
+)
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.nvfp4_factor import activation_amax, activation_divisor
 from qtensor.core.errors import QTensorError
 from qtensor.core.texts import some
+from qtensor.modules.input_hook import TRANSFORM, set_input_step
 from qtensor.modules.input_quantizer import NAME, InputQuantizer, input_format, is_static
 from qtensor.quantizers import Quantizer
 from qtensor.reference.nvfp4 import nearest_amax
@@ -178,7 +187,69 @@ def _input_tensors(
     return {f"{module}{mark}{last}": factor.reshape(writer.factor_shape)}
 
 
+def with_transforms(state: Mapping[str, Tensor], writer: Writer) -> dict[str, Tensor]:
+    """Return a state dict in which the transforms of inputs are as a writer stores them.
+
+    Raises:
+        CheckpointError: the layout has none; without them, the weights of the layers are wrong.
+    """
+    done: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        module, mark, last = name.rpartition(f"{TRANSFORM}.")
+        module = module.removesuffix(".")
+        if not mark:
+            done[name] = tensor
+        elif not (writer.takes_scales if last == "scale" else writer.takes_rotations):
+            what = "scaled" if last == "scale" else "rotated"
+            rule = f"the layout can say that the inputs of a layer are {what}"
+            fix = "Write layout 'qtensor', or quantize the model without the transform"
+            refuse(Place("", name, writer.layout), rule, "no", fix)
+        elif last == "scale":
+            done[_joined(module, PRE_SCALE)] = tensor
+        elif writer.keeps_names:
+            done[_joined(module, ROTATION)] = tensor
+        else:
+            writer.rotated[module] = int(tensor)
+    return done
+
+
 # ---- reading
+
+
+@in_memory
+def apply_transforms(path: Path | Checkpoint, model: nn.Module) -> list[str]:
+    """Let the layers of a model scale and rotate their inputs as a checkpoint asks for.
+
+    These are AWQ's ``pre_quant_scale`` and online rotations of a ``transform_config``. The stored
+    weights of the layers are right only together with them. ``from_pretrained`` of
+    ``qtensor.integrations.transformers`` calls this itself.
+
+    Args:
+        path: a file, a folder, an index, an open file or an open checkpoint.
+        model: the model with the names of the checkpoint; its ``Linear`` layers get a submodule
+            ``input_transform``.
+
+    Returns:
+        The names of the layers that were changed.
+
+    Raises:
+        CheckpointError: a transform cannot be applied, or the model lacks the layer.
+    """
+    if not isinstance(path, Checkpoint):
+        with open_checkpoint(path, accept_rotated=True) as checkpoint:
+            return apply_transforms(checkpoint, model)
+    modules = dict(model.named_modules())
+    found = path.reader.input_transforms()
+    for name in found:
+        if not isinstance(modules.get(name), nn.Linear):
+            rule = "inputs are scaled and rotated for linear layers of the model"
+            fix = "Leave the experts in another format, or run the model with its own server"
+            got = type(modules[name]).__name__ if name in modules else "no such layer"
+            refuse(Place(path.path, name, path.layout), rule, got, fix)
+    for name, transform in found.items():
+        device = next(modules[name].parameters()).device
+        set_input_step(modules[name], TRANSFORM, transform.to(device))
+    return list(found)
 
 
 @in_memory

@@ -26,9 +26,16 @@ from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.ignoring import NAMES, carried, ignored_names, translated
 from qtensor.checkpoints.leftovers import leftovers
 from qtensor.checkpoints.source import Source
+from qtensor.modules.input_transform import InputTransform
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
+ROTATED = "accept_rotated"
+"""Option of ``open``: read weights that are right only for rotated inputs."""
+ROTATION = "input_rotation"
+"""Last name part of the size of the blocks of a layer's input that are rotated, in our layout."""
+PRE_SCALE = "pre_quant_scale"
+"""Last name part of the factors of the channels of a layer's input, (K,)."""
 FACTOR, DIVISOR = "factor", "divisor"
 """What a stored number is: codes are multiplied by it, or divided."""
 
@@ -128,12 +135,12 @@ class Layout(abc.ABC):
                 unknown.
         """
         self.source = source
+        self.warns = not options.get(ROTATED)
+        """Whether to tell the caller of tensors that only a model can apply."""
         for name in options:
-            if name not in self.options:
-                fix = "Leave the option out"
-                self.refuse(
-                    "", f"open() takes {', '.join(self.options) or 'no options'}", name, fix
-                )
+            if name not in (*self.options, ROTATED):
+                known = ", ".join((*self.options, ROTATED))
+                self.refuse("", f"open() takes {known}", name, "Leave the option out")
 
     @classmethod
     def recognises(cls, source: Source) -> bool:
@@ -193,6 +200,29 @@ class Layout(abc.ABC):
         It is asked where the file has no factor and ``input_format`` would need one.
         """
         return False
+
+    def input_transforms(self) -> dict[str, InputTransform]:
+        """Return what must happen to the inputs of layers, by module, or refuse what cannot be.
+
+        The weights of these layers are right only together with it. None by default.
+        """
+        read, end = self.source.read, f".{ROTATION}"
+        found: dict[str, InputTransform] = {}
+        if read is None:
+            return found
+        rotations = [n.removesuffix(end) for n in self.source.tensors if n.endswith(end)]
+        scales = self.pre_scaled()
+        for module in dict.fromkeys((*scales, *rotations)):
+            scale = read(scales[module]).clone() if module in scales else None
+            size = int(read(f"{module}{end}")) if module in rotations else 0
+            found[module] = InputTransform(scale, size)
+        return found
+
+    def pre_scaled(self) -> dict[str, str]:
+        """Return the names of tensors that multiply the channels of inputs (AWQ), by module."""
+        end = f".{PRE_SCALE}"
+        names = self.source.tensors
+        return {name.removesuffix(end): name for name in names if name.endswith(end)}
 
     def inner_names(self) -> Iterable[str]:
         """Return the names of tensors inside plain ones, such as pickled states; none by default.
@@ -313,6 +343,10 @@ class Writer(abc.ABC):
     """How the config names ignored modules: a constant of ``ignoring``."""
     ignored_before: Sequence[str] = ()
     """Entries of the source's list of ignored modules, in this style; ``ignored`` carries them."""
+    takes_scales: ClassVar[bool] = False
+    """True if the layout has factors of the channels of inputs, ``pre_quant_scale``."""
+    takes_rotations: ClassVar[bool] = False
+    """True if the layout can say that inputs are rotated."""
     keeps_names: ClassVar[bool] = False
     """True if the layout stores every plain tensor under its name, factors of others included."""
     swizzled: ClassVar[bool | None] = False
@@ -336,6 +370,8 @@ class Writer(abc.ABC):
         """Plain tensor -> number of its dims; ``plain`` fills it."""
         self.input_formats: dict[str, str] = {}
         """Module -> format of its inputs, where a calibration names it."""
+        self.rotated: dict[str, int] = {}
+        """Module -> size of the blocks of its inputs that are rotated."""
 
     @abc.abstractmethod
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from qtensor.checkpoints.activation_factors import (
     refuse_quantizers,
     with_calibration,
+    with_transforms,
     without_quantizers,
 )
 from qtensor.checkpoints.checkpoint import Checkpoint
@@ -84,6 +85,8 @@ def save(
         state = without_quantizers(state)
         calibration = Calibration.of(model) if calibration is None else calibration
     refuse_quantizers(state)
+    if not isinstance(state, Checkpoint):
+        state = with_transforms(state, writer)
     if calibration is not None:
         state = with_calibration(state, writer, calibration)
     if isinstance(model, Checkpoint):

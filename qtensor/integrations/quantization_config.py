@@ -87,7 +87,8 @@ class QTensorConfig(QuantizationConfigMixin):
         return self.to_dict().get(key, default)
 
     def __repr__(self) -> str:
-        names = ("format", "modules_to_not_convert", "layout", "activations")
+        more = ("activations",) if self.activations else ()
+        names = ("format", "modules_to_not_convert", "layout", *more)
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in names)})"
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,7 +32,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qtensor import checkpoints
 from qtensor.api import parsed
-from qtensor.checkpoints.activation_factors import with_calibration, without_quantizers
+from qtensor.checkpoints.activation_factors import (
+    with_calibration,
+    with_transforms,
+    without_quantizers,
+)
 from qtensor.checkpoints.buffers import unshared
 from qtensor.checkpoints.containers.shard_files import path_of
 from qtensor.checkpoints.layouts.qtensor import NOTE, read_label, without_note
@@ -193,6 +197,7 @@ class QTensorQuantizer(HfQuantizer):
         """Close the checkpoint, and move the weights to the device of the whole model."""
         if self.reader is not None:
             self.dense = self.reader.dense
+            checkpoints.apply_transforms(self.reader.checkpoint, model)
             if self.quantization_config.activations:
                 _quantize_inputs(model, checkpoints.calibration(self.reader.checkpoint))
             self.reader.checkpoint.close()
@@ -234,7 +239,8 @@ class QTensorQuantizer(HfQuantizer):
         layout = self.quantization_config.layout
         writer = writable(layout, "")(_plain_config(model))
         calibration = Calibration.of(model)
-        state = with_calibration(weights(model), writer, calibration)
+        state = with_transforms(weights(model), writer)
+        state = with_calibration(state, writer, calibration)
         stored: dict[str, Tensor] = {}
         for name, tensor in state.items():
             if isinstance(tensor, QuantizedTensor):
@@ -465,7 +471,7 @@ def _open(files: list[str] | None) -> checkpoints.Checkpoint | None:
         return None
     folder = os.path.dirname(os.path.abspath(files[0]))
     is_whole = [os.path.basename(file) for file in files] == ["model.safetensors"]
-    return checkpoints.open(folder if is_whole else path_of(files))
+    return checkpoints.open(folder if is_whole else path_of(files), accept_rotated=True)
 
 
 def _factor_names(checkpoint: checkpoints.Checkpoint) -> set[str]:

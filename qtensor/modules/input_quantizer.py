@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.utils.hooks import RemovableHandle
 
 from qtensor.core.errors import ArgumentTypeError, check, fail
 from qtensor.core.quantizer_registry import parse
+from qtensor.modules.input_hook import QUANTIZER, InputStep, set_input_step
 from qtensor.quantizers import NVFP4Quantizer, Quantizer
 from qtensor.quantizers.call import constants_of, quantize_call, quantize_with_factor
 from qtensor.storage.tensor import QuantizedTensor
 
-NAME = "input_quantizer"
-"""The name of the submodule of a layer."""
+NAME = QUANTIZER
 _STATIC = {"fp8": {"dtype"}, "nvfp4": {"e4m3_max", "use_4over6", "err_mode", "swizzled"}}
 """Formats with a factor of the tensor -> the options that go together with a calibrated one."""
 
@@ -63,7 +61,7 @@ def factor_from_amax(quantizer: Quantizer, amax: float) -> float:
     return float(torch.tensor(amax, dtype=torch.float32) / top)
 
 
-class InputQuantizer(nn.Module):
+class InputQuantizer(InputStep):
     """Quantize the input of a linear layer.
 
     A layer with this submodule multiplies quantized inputs. "fp8" and "nvfp4" have a factor of the
@@ -127,15 +125,6 @@ class InputQuantizer(nn.Module):
             return quantize_call(quantizer, x)[0]
         return quantize_with_factor(quantizer, x, self.amax, self.scale_inv)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move the factor to the device to which ``fn`` moves tensors; keep its dtype."""
-        for name, tensor in self._buffers.items():
-            if tensor is not None:
-                moved = fn(tensor)
-                kept = moved.dtype == tensor.dtype
-                self._buffers[name] = moved if kept else tensor.to(moved.device)
-        return self
-
     def extra_repr(self) -> str:
         """Return the format and the amax for the repr of the module."""
         if self.amax is None or self.amax.is_meta:
@@ -143,24 +132,6 @@ class InputQuantizer(nn.Module):
         return f"{self.format}, amax={self.amax.item():.4g}"
 
 
-def _quantize_input(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Quantize the first argument of a layer, before its forward."""
-    quantizer = cast(InputQuantizer, layer.get_submodule(NAME))
-    if args:
-        return (quantizer(args[0]), *args[1:]), kwargs
-    # nn.Linear names its argument "input", and Conv1D names it "x".
-    name = "input" if "input" in kwargs else "x"
-    return args, {**kwargs, name: quantizer(kwargs[name])}
-
-
 def set_input_quantizer(layer: nn.Module, quantizer: InputQuantizer | None) -> None:
     """Let a linear layer quantize its inputs, or no longer if ``quantizer`` is None."""
-    old = layer._modules.pop(NAME, None)
-    if isinstance(old, InputQuantizer):
-        cast(RemovableHandle, old.__dict__["_handle"]).remove()
-    if quantizer is not None:
-        layer.add_module(NAME, quantizer)
-        handle = layer.register_forward_pre_hook(_quantize_input, with_kwargs=True)
-        quantizer.__dict__["_handle"] = handle
+    set_input_step(layer, NAME, quantizer)

@@ -9,6 +9,8 @@ import torch
 
 import qtensor
 from qtensor import checkpoints
+from qtensor.modules.input_hook import set_input_step
+from qtensor.modules.input_transform import InputTransform
 from tests.helpers.transformers_models import IDS, config, load, transformers
 
 integration = pytest.importorskip("qtensor.integrations.transformers")
@@ -87,3 +89,35 @@ print(layer.quantization_scheme.input_activations.dynamic, layer.{last}.item().h
     with checkpoints.open(tmp_path) as c:
         assert float.fromhex(number) == c[f"{name}.{last}"].item()
     assert dynamic == ("local" if fmt == "nvfp4" else "False")
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "qtensor"])
+def test_scaled_and_rotated_inputs_are_applied_while_loading(tmp_path, layout):
+    """Files of AWQ and with online rotations: the logits of the model that wrote them."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config("llama"), dtype=torch.bfloat16)
+    model.eval().requires_grad_(False)
+    before = model(IDS).logits
+    for block in model.model.layers:
+        layer = block.mlp.down_proj
+        if layout == "compressed-tensors":
+            own = InputTransform(hadamard=32)
+            layer.weight.copy_(own(layer.weight))
+        else:
+            own = InputTransform(torch.rand(96).bfloat16() + 0.5)
+            layer.weight.copy_(layer.weight / own.scale)
+        set_input_step(layer, "input_transform", own)
+    assert torch.allclose(model(IDS).logits, before, atol=0.02)
+    qtensor.quantize_(model, "nvfp4", keep)
+    logits = model(IDS).logits
+    if layout == "modelopt":
+        state = integration.weights(model)
+        checkpoints.save(state, tmp_path, layout, config=model.config.to_dict())
+    else:
+        model.hf_quantizer.quantization_config.layout = layout
+        model.save_pretrained(tmp_path)
+    again = load(tmp_path, config=integration.pretrained_config(tmp_path))
+    assert torch.equal(again(IDS).logits, logits)
+    found = qtensor.calibrate(again, [IDS], "nvfp4", filter_fn=keep)
+    found.apply(again)
+    assert not torch.equal(again(IDS).logits, logits)

@@ -10,7 +10,8 @@ from torch import Tensor
 from qtensor.checkpoints.activation_factors import factor_problem, kv_factor, wrong_factor
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.request import Request
-from qtensor.checkpoints.layout_base import DIVISOR, Writer, find_layout
+from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.layout_base import DIVISOR, PRE_SCALE, ROTATION, Writer, find_layout
 from qtensor.quantizers import Quantizer
 
 
@@ -46,9 +47,11 @@ def carry(
     """Return how a plain tensor is carried: most as they are, factors as the target needs them."""
     if not checkpoint.groups or not _is_factor(checkpoint, name):
         return Carried(name)
-    if request.dtype is not None:
+    if request.dtype is not None and name.rpartition(".")[2] != PRE_SCALE:
         return NotCarried("a factor of activations or of the KV cache, which plain models lack")
     last = name.rpartition(".")[2]
+    if last in (PRE_SCALE, ROTATION):
+        return _transform(checkpoint, request, writer, name)
     problem = factor_problem(checkpoint, name)
     if problem and not (checkpoint.layout == writer.layout or writer.keeps_names):
         return NotCarried(f"{problem}; calibrate the module again")
@@ -64,6 +67,20 @@ def carry(
     if last in target.factor_names:
         return Carried(name)
     return NotCarried(f"layout {writer.layout} has no {last}")
+
+
+def _transform(
+    checkpoint: Checkpoint, request: Request, writer: Writer, name: str
+) -> Carried | NotCarried:
+    """Return how a tensor is carried without which the weight of its layer is wrong."""
+    scales = name.endswith(PRE_SCALE)
+    if request.dtype is not None and scales:
+        return NotCarried("it is multiplied into the columns of the decoded weight")
+    if not (writer.takes_scales if scales else writer.takes_rotations):
+        rule = f"a layout that {'scales' if scales else 'rotates'} the inputs of layers is needed"
+        fix = "Write layout 'qtensor', or dequantize, which multiplies the weight by it"
+        refuse(Place(checkpoint.path, name, writer.layout), rule, "none", fix)
+    return Carried(name)
 
 
 def _is_factor(checkpoint: Checkpoint, name: str) -> bool:

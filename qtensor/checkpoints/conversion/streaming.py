@@ -173,9 +173,14 @@ class Stream:
             place = Place(self.checkpoint.path, step.source, self.checkpoint.layout)
             refuse(place, rule, list(values.shape), "Report it: the layout decodes in two shapes")
         cols = rows_cols(values.shape)[1]
+        name = self.checkpoint.reader.pre_scaled().get(step.source.removesuffix(".weight"))
+        scale = None if name is None else self.checkpoint[name].float()
 
         def one(start: int, stop: int) -> None:
-            file.write_part(step.name, start * cols, values.read(start, stop))
+            part = values.read(start, stop)
+            if scale is not None:  # The weight is for inputs that were multiplied by it.
+                part = (part.float() * scale).to(part.dtype)
+            file.write_part(step.name, start * cols, part)
 
         self._workers.map(one, values.bounds)
         self.checkpoint.release(step.source)

@@ -315,6 +315,7 @@ class ComfyUIWriter(Writer):
     """Write ComfyUI checkpoints with a ``comfy_quant`` text for each layer."""
 
     layout = "comfyui"
+    takes_scales = True
     formats = ("fp8 (e4m3, e5m2)", "nvfp4", "mxfp8")
     swizzled = True
 

@@ -36,6 +36,7 @@ class CompressedTensorsWriter(Writer):
         "": ("input_scale", FACTOR),
     }
     factor_shape = (1,)
+    takes_rotations = True
     tensor_factor = DIVISOR
     ignore_style = REGEX
 
@@ -112,7 +113,28 @@ class CompressedTensorsWriter(Writer):
             "quantization_status": "compressed",
             "version": "0.20.0",
         }
+        if self.rotated:
+            entry["transform_config"] = {"config_groups": self._rotations()}
         return {**self.model_config, "quantization_config": entry}
+
+    def _rotations(self) -> dict[str, Any]:
+        """Return the groups of ``transform_config``: inputs are rotated, and weights were."""
+        groups = {}
+        for size in sorted(set(self.rotated.values())):
+            targets = [module for module, its in self.rotated.items() if its == size]
+            places = (("input", False), ("weight_input", True))
+            groups[f"hadamard_{size}"] = {
+                "type": "hadamard",
+                "apply": [
+                    {"targets": targets, "location": location, "inverse": inverse, "ignore": []}
+                    for location, inverse in places
+                ],
+                "randomize": False,
+                "requires_grad": False,
+                "head_dim": size,
+                "precision": "torch.float32",
+            }
+        return groups
 
     def _kv_scheme(self) -> dict[str, Any] | None:
         if not any(name.endswith((".k_scale", ".v_scale")) for name in self.plain_dims):

@@ -192,9 +192,10 @@ class ModelOptLayout(Layout):
         self.refuse_leftovers(used)
         if scaled:
             text = f"{self.place()}: {scaled} weights have a pre_quant_scale (AWQ). It multiplies "
-            warnings.warn(
-                text + "the activations, and is not folded into the weight.", stacklevel=2
-            )
+            text += "the activations, and is not folded into the weight. "
+            fix = "qtensor.checkpoints.apply_transforms(path, model) lets a model multiply by it."
+            if self.warns:
+                warnings.warn(text + fix, stacklevel=2)
 
     def _check_dense(self, weight: TensorInfo, second: TensorInfo | None) -> None:
         """Refuse codes without their factors."""

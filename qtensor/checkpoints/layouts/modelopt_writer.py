@@ -67,6 +67,7 @@ class ModelOptWriter(Writer):
     """
 
     layout = METHOD
+    takes_scales = True
     ignore_style = WILDCARD
     formats = ("fp8", "fp8_rowwise", "fp8_blockwise (128x128)", "nvfp4", "mxfp8", "mxfp4")
 

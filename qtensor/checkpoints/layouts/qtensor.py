@@ -43,6 +43,7 @@ class QTensorWriter(Writer):
     layout = "qtensor"
     formats = ("any format",)
     keeps_names = True
+    takes_scales = takes_rotations = True
     swizzled = None
     tensor_factor = ""
 
@@ -118,6 +119,8 @@ class QTensorLayout(Layout):
     rank = 5
     factor_names = frozenset({
         "input_quantizer",
+        "input_rotation",
+        "pre_quant_scale",
         "input_scale",
         "input_global_scale",
         "k_scale",

@@ -1,0 +1,102 @@
+"""``InputTransform``: scales and rotates the input of a linear layer."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from qtensor.core.errors import check
+from qtensor.modules.input_hook import InputStep
+from qtensor.storage.base import QuantizedTensorStorage
+
+
+class InputTransform(InputStep):
+    """Scale the channels of an input (..., K), then rotate blocks of them.
+
+    The weight of the layer has the inverse, so that the layer computes what it did before: files
+    with a ``pre_quant_scale`` (AWQ) or a ``transform_config`` (rotations) ask for it. Both steps
+    are float32 and round once to the dtype of the input.
+
+    Attributes:
+        scale: factors of the channels, (K,), or None.
+        hadamard: int64 (1,), the size n of the rotated blocks, a power of two, or None. Each block
+            of n channels is multiplied by Sylvester's Hadamard matrix and divided by ``sqrt(n)``.
+    """
+
+    scale: Tensor | None
+    hadamard: Tensor | None
+    _matrix: Tensor | None
+
+    def __init__(
+        self,
+        scale: Tensor | None = None,
+        hadamard: int = 0,
+        device: torch.types.Device = None,
+    ) -> None:
+        """Make a transform.
+
+        Args:
+            scale: factors of the channels, (K,); None for no factors.
+            hadamard: size of the rotated blocks, a power of two; 0 for no rotation.
+            device: device of the tensors.
+
+        Raises:
+            QTensorError: a factor is not finite, or the size is no power of two.
+        """
+        super().__init__()
+        if scale is not None:
+            rule = "factors of channels are finite, and none is 0"
+            fits = scale.ndim == 1 and bool((scale.isfinite() & (scale != 0)).all())
+            check(fits, "InputTransform", rule, tuple(scale.shape), "Export the model again")
+            scale = scale.detach().to(device)
+        rule = "the size of a Hadamard matrix is a power of two"
+        fits = hadamard == 0 or (hadamard > 1 and hadamard & (hadamard - 1) == 0)
+        check(fits, "InputTransform", rule, hadamard, "Choose another size")
+        size = torch.tensor([hadamard], device=device) if hadamard else None
+        matrix = hadamard_matrix(hadamard, device) if hadamard else None
+        self.register_buffer("scale", scale)
+        self.register_buffer("hadamard", size)
+        self.register_buffer("_matrix", matrix, persistent=False)
+        self.block = hadamard
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the transformed input, of the shape and dtype of ``x``."""
+        values = x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
+        if self.scale is not None:
+            values = (values.float() * self.scale.float()).to(x.dtype)
+        if self._matrix is not None:
+            values = rotate(values, self._matrix)
+        return values
+
+    def extra_repr(self) -> str:
+        """Return what the transform does for the repr of the module."""
+        parts = ["scale"] if self.scale is not None else []
+        return ", ".join([*parts, *([f"hadamard={self.block}"] if self.block else [])])
+
+
+def rotate(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return ``x`` (..., K) with each block of n channels times ``matrix`` (n, n) / sqrt(n).
+
+    As compressed-tensors does: a product in the dtype of the matrix, divided, rounded once.
+    """
+    size = matrix.shape[0]
+    blocks = x.to(matrix.dtype).unflatten(-1, (-1, size))
+    return ((blocks @ matrix) / size**0.5).flatten(-2).to(x.dtype)
+
+
+def hadamard_matrix(
+    size: int, device: torch.types.Device = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return Sylvester's Hadamard matrix (size, size) of ones and minus ones; it is symmetric."""
+    return _hadamard(size, torch.device(device or "cpu"), dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(matrix) < size:
+        top, bottom = torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)
+        matrix = torch.cat((top, bottom))
+    return matrix
