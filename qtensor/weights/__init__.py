@@ -5,6 +5,7 @@ from qtensor.weights.calibrated import CalibratedInput, CalibratedKeysValues, Ca
 from qtensor.weights.format_search import search
 from qtensor.weights.merge_report import LayerMerge, Merge
 from qtensor.weights.merging import merge_lora_
+from qtensor.weights.qat import convert_qat_, prepare_qat_
 from qtensor.weights.quantize import quantize_
 from qtensor.weights.rounding import Rounding
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
@@ -20,7 +21,9 @@ __all__ = [
     "Rounding",
     "SearchResult",
     "calibrate",
+    "convert_qat_",
     "merge_lora_",
+    "prepare_qat_",
     "quantize_",
     "search",
 ]

@@ -80,27 +80,10 @@ def quantize_(
             ``"nearest"``; a recipe of a layer of qtensor does not read the format; the model fails
             on an input, and its error is the cause.
     """
-    layers, skipped = linear_layers("quantize_", model, filter_fn)
-    if not layers:
-        why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
-        rule = "the model needs a linear layer whose weight can be quantized"
-        fail("quantize_", rule, why, "Check filter_fn, or quantize single tensors with quantize")
-    if format is None:
-        rule = "a format must be named; None leaves single layers in high precision"
-        fail("quantize_", rule, "None", 'Pass for example "nvfp4", or {"head": None, "*": "nvfp4"}')
-    formats = format if isinstance(format, Mapping) else {"*": format}
-    patterns = match("quantize_", formats, layers, "format")
-    parsed = {pattern: as_quantizer("quantize_", formats[pattern]) for pattern in formats}
+    wanted, skipped = chosen_layers("quantize_", model, format, filter_fn)
     chosen_rounding, batches = as_rounding(rounding, calibration)
-    wanted = []
-    for name, layer in layers.items():
-        chosen = parsed[patterns[name]] if name in patterns else None
-        if chosen is None:
-            reason = "stays in high precision" if name in patterns else "no key of format matches"
-            skipped.append(_report(name, layer, reason))
-        else:
-            wanted.append(Layer(name, layer, chosen))
-            check_recipe(name, layer, chosen)
+    for each in wanted:
+        check_recipe(each.name, each.linear, each.quantizer)
     notes = {}
     # Rounding to nearest is quick.
     quiet = progress is None and not batches
@@ -114,11 +97,47 @@ def quantize_(
                 show_formats(module)
             show(len(notes), len(wanted), done.name)
     tell_libraries(model)
-    swapped = tuple(_report(each.name, each.linear, notes[each.name]) for each in wanted)
+    swapped = tuple(report_of(each.name, each.linear, notes[each.name]) for each in wanted)
     title = f"quantize_ to {format if isinstance(format, str) else 'the formats given'}"
     if chosen_rounding.chooses:
         title += f" with {rounding if isinstance(rounding, str) else chosen_rounding}"
     return Conversion(title, swapped, tuple(skipped), dense_modules(model))
+
+
+def chosen_layers(
+    op: str,
+    model: nn.Module,
+    format: Format | Mapping[str, Format | None],
+    filter_fn: Filter | None,
+    plain: bool = False,
+) -> tuple[list[Layer], list[LayerReport]]:
+    """Return the layers to quantize with their formats, and a report of each other one.
+
+    ``format`` and ``filter_fn`` are those of ``quantize_``; ``plain`` leaves layers of qtensor out.
+
+    Raises:
+        QTensorError: there is no layer, a format is unknown, or a key matches no layer.
+    """
+    layers, skipped = linear_layers(op, model, filter_fn, plain)
+    if not layers:
+        why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+        rule = "the model needs a linear layer whose weight can be quantized"
+        fail(op, rule, why, "Check filter_fn, or quantize single tensors with quantize")
+    if format is None:
+        rule = "a format must be named; None leaves single layers in high precision"
+        fail(op, rule, "None", 'Pass for example "nvfp4", or {"head": None, "*": "nvfp4"}')
+    formats = format if isinstance(format, Mapping) else {"*": format}
+    patterns = match(op, formats, layers, "format")
+    parsed = {pattern: as_quantizer(op, formats[pattern]) for pattern in formats}
+    wanted = []
+    for name, layer in layers.items():
+        chosen = parsed[patterns[name]] if name in patterns else None
+        if chosen is None:
+            reason = "stays in high precision" if name in patterns else "no key of format matches"
+            skipped.append(report_of(name, layer, reason))
+        else:
+            wanted.append(Layer(name, layer, chosen))
+    return wanted, skipped
 
 
 def as_quantizer(op: str, format: Format | None) -> Quantizer | None:
@@ -147,6 +166,7 @@ def check_recipe(name: str, layer: LinearLayer, quantizer: Quantizer) -> None:
             fail("quantize_", rule, got, "Choose that format, or leave the layer out")
 
 
-def _report(name: str, layer: LinearLayer, note: str) -> LayerReport:
+def report_of(name: str, layer: LinearLayer, note: str) -> LayerReport:
+    """Return a layer's row in a report; the note begins with the number of experts."""
     count = f"{layer.experts} experts, " if layer.experts > 1 else ""
     return LayerReport(name or "(root)", layer.features, count + note)

@@ -1,4 +1,4 @@
-"""``merge_lora_`` with plain factors: the bytes of each method, what the report says, and errors."""
+"""``merge_lora_`` with plain factors: the bytes of each method, the report, and errors."""
 
 import copy
 

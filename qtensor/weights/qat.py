@@ -1,0 +1,191 @@
+"""Quantization-aware training: ``prepare_qat_`` and ``convert_qat_``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from qtensor.api import Format
+from qtensor.core.errors import check, fail
+from qtensor.modules.conversion import Conversion, LayerReport
+from qtensor.modules.convert import convert_
+from qtensor.modules.in_place import is_held
+from qtensor.modules.linear import Linear
+from qtensor.quantizers import Quantizer
+from qtensor.recipes import CustomRecipe
+from qtensor.weights.aware import QuantizationAware, become_aware, become_unaware
+from qtensor.weights.layer_formats import LayerFormats
+from qtensor.weights.layers import Filter, named_layers
+from qtensor.weights.quantize import as_quantizer, chosen_layers, quantize_, report_of
+from qtensor.weights.rounding import Layer
+
+PREPARE, CONVERT = "prepare_qat_", "convert_qat_"
+
+
+def prepare_qat_(
+    model: nn.Module,
+    format: Format | Mapping[str, Format | None],
+    filter_fn: Filter | None = None,
+    *,
+    activations: bool | Format = False,
+) -> Conversion:
+    """Let the linear layers of a model compute with quantized weights while they are trained.
+
+    The parameters stay plain, are the same objects, and keep their names: optimizers, checkpoints
+    and ``save_pretrained`` see the model as before. In each forward pass, a layer quantizes its
+    weight and multiplies by the codes, with the kernels of a quantized model. The gradient of the
+    quantized weight is that of the plain one (straight through). ``convert_qat_`` then replaces the
+    weights by quantized ones, and the outputs stay equal in every bit.
+
+    With ``activations``, ``nn.Linear`` layers are swapped for ``qtensor.Linear`` with a recipe that
+    quantizes inputs and weights, and no gradients; backward multiplies by the dequantized values.
+
+    Args:
+        model: the root. It is changed in place. Prepare it before ``fully_shard``.
+        format: as for ``quantize_``: a format, or a dict from names of layers to formats.
+        filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
+        activations: quantize the inputs of the layers too: True in the format of the weight, or a
+            format for all inputs. Layers other than ``nn.Linear`` are then skipped.
+
+    Returns:
+        The layers that were prepared, and those that were skipped with the reason. Its repr is a
+        table.
+
+    Raises:
+        QTensorError: a format is unknown, takes its scale from earlier steps, or rounds at random;
+            a key matches no layer; there is no layer to prepare; the model is sharded.
+    """
+    if isinstance(model, nn.Module) and is_held(model):
+        rule = "the model is prepared before it is sharded"
+        fix = "Call prepare_qat_ first, then fully_shard or parallelize_module"
+        fail(PREPARE, rule, "a sharded model", fix)
+    with _set_aside(model) as before:
+        wanted, skipped = chosen_layers(PREPARE, model, format, filter_fn, plain=True)
+        for each in wanted:
+            rule = "training and the packed model have equal bytes only if rounding is to nearest"
+            safe = each.quantizer.is_requantization_safe()
+            check(safe, PREPARE, rule, each.quantizer.canonical, "Drop stochastic_rounding")
+        if activations is not False:
+            return _with_activations(model, wanted, skipped, activations)
+        for each in wanted:
+            for module in each.linear.modules:
+                # Stacks of experts have several weights, each a layer of its own.
+                known = before.get(module, _Weights({}, each.linear.transposed))
+                new = dict.fromkeys(each.linear.parameters, each.quantizer)
+                before[module] = known._replace(quantizers={**known.quantizers, **new})
+    swapped = [report_of(w.name, w.linear, w.quantizer.canonical + w.linear.note) for w in wanted]
+    return Conversion(PREPARE, tuple(swapped), tuple(skipped))
+
+
+class _Weights(NamedTuple):
+    """What ``become_aware`` takes."""
+
+    quantizers: dict[str, Quantizer]
+    transposed: bool
+
+
+@contextmanager
+def _set_aside(model: nn.Module) -> Iterator[dict[nn.Module, _Weights]]:
+    """Give prepared layers their own classes inside the block, and prepare them again after it.
+
+    Yields:
+        The prepared layers; the caller may add to them, or remove some.
+    """
+    prepared: dict[nn.Module, _Weights] = {}
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, QuantizationAware):
+            prepared[module] = _Weights(module.weight_quantizers, module.weights_are_transposed)
+    for module in prepared:
+        become_unaware(module)
+    try:
+        yield prepared
+    finally:
+        for module, weights in prepared.items():
+            become_aware(module, *weights)
+
+
+def _with_activations(
+    model: nn.Module, wanted: list[Layer], skipped: list[LayerReport], activations: bool | Format
+) -> Conversion:
+    """Swap ``nn.Linear`` layers for layers of qtensor with a recipe for inputs and weights."""
+    chosen = None if activations is True else as_quantizer(PREPARE, activations)  # type: ignore[arg-type]
+    layers = [each for each in wanted if each.linear.is_plain]
+    for each in wanted:
+        if not each.linear.is_plain:
+            reason = "with activations=, nn.Linear layers with a weight of their own are prepared"
+            skipped.append(report_of(each.name, each.linear, reason))
+    weights = {each.name: each.quantizer for each in layers}
+    inputs = {name: chosen or quantizer for name, quantizer in weights.items()}
+    recipe = CustomRecipe(factory=LayerFormats(weights, inputs), backward_override="dequantized")
+    done = convert_(model, recipe, lambda module, name: name in weights)
+    left = [report for report in done.skipped if report.name in weights]
+    rule = "the model needs an nn.Linear layer whose input can be quantized"
+    why = "; ".join(f"{each.name}: {each.note}" for each in (*left, *skipped)[:3]) or "none"
+    check(bool(done.swapped), PREPARE, rule, why, "Leave activations out")
+    swapped = [
+        LayerReport(each.name, each.features, _note(weights[each.name], inputs[each.name]))
+        for each in done.swapped
+    ]
+    return Conversion(PREPARE, tuple(swapped), (*left, *skipped))
+
+
+def _note(weight: Any, input: Any) -> str:
+    return f"{weight.canonical}, inputs {input.canonical}"
+
+
+def convert_qat_(model: nn.Module) -> Conversion:
+    """Replace the weights that ``prepare_qat_`` prepared by quantized ones, in place.
+
+    This is ``quantize_`` in the formats of the training. The layers get their own classes back;
+    those with quantized inputs stay layers of qtensor with their recipe. The new parameters are
+    frozen.
+
+    Args:
+        model: a model that ``prepare_qat_`` has prepared.
+
+    Returns:
+        The result of ``quantize_``.
+
+    Raises:
+        QTensorError: no layer is prepared; the model is sharded.
+    """
+    if not isinstance(model, nn.Module):
+        rule = "model must be a torch.nn.Module"
+        fail(CONVERT, rule, type(model).__name__, "Pass one")
+    with _set_aside(model) as prepared:
+        formats: dict[str, Format | None] = {}
+        names, seen = set(), set()
+        for name, layer in named_layers(model).items():
+            module, own = layer.modules[0], layer.parameters[0]
+            trained = prepared[module].quantizers.get(own) if module in prepared else None
+            found = trained or _trained_format(module)
+            if found is None:
+                continue
+            names.add(name)
+            # Layers with one weight are one layer, with the name of the first.
+            if id(layer.stored[0]) not in seen:
+                formats[name] = found
+                seen.add(id(layer.stored[0]))
+        rule = "the model has layers that prepare_qat_ prepared"
+        check(bool(formats), CONVERT, rule, "none", "Call prepare_qat_ before the training")
+        if is_held(model):
+            rule = "weights are quantized where they are whole"
+            fix = (
+                "Save a full state dict, load it into a model that is not sharded, prepare that "
+                "one in the same way, and convert it"
+            )
+            fail(CONVERT, rule, "a sharded model", fix)
+        done = quantize_(model, formats, lambda module, name: name in names)
+        prepared.clear()
+    return done
+
+
+def _trained_format(module: Any) -> Any:
+    """Return the format of the weight that a layer with quantized inputs is trained for."""
+    if not isinstance(module, Linear) or module._stored["weight"]:
+        return None
+    factory = getattr(module.recipe, "factory", None)
+    return factory.weights.get(module.name) if isinstance(factory, LayerFormats) else None
