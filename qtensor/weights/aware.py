@@ -1,8 +1,9 @@
 """Layers that compute with quantized weights while an optimizer trains plain ones.
 
 Such a layer holds its weights as before, as plain parameters. Its attribute ``weight`` is a
-property, which quantizes the parameter: the layer's own code then computes with the quantized
-tensor, as it does after ``convert_qat_``, by the same kernels. The gradient passes the rounding
+property: while the layer's ``forward`` runs, it quantizes the parameter, so that the layer's own
+code computes with the quantized tensor, as it does after ``convert_qat_``, by the same kernels. All
+other code, such as that of ``fully_shard``, sees the parameter. The gradient passes the rounding
 unchanged.
 """
 
@@ -21,15 +22,26 @@ _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 
 class QuantizationAware:
-    """Marks a layer whose weights are quantized whenever they are read.
+    """The base of the classes of such layers.
 
     Attributes:
         weight_quantizers: quantizers by the names of the parameters.
         weights_are_transposed: whether parameters are stored as (K, N).
+        is_computing: whether ``forward`` runs.
     """
 
     weight_quantizers: dict[str, Quantizer]
     weights_are_transposed: bool
+    is_computing: bool
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer's own ``forward`` computes with quantized weights."""
+        before = self.is_computing
+        self.is_computing = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.is_computing = before
 
     def extra_repr(self: Any) -> str:
         """Return what the layer shows of itself, and the formats."""
@@ -42,8 +54,9 @@ class QuantizationAware:
 
 
 def become_aware(module: Any, quantizers: Mapping[str, Quantizer], transposed: bool) -> None:
-    """Let a layer quantize its weights whenever they are read."""
+    """Let a layer compute with quantized weights."""
     own = plain_class(module)
+    module.is_computing = False
     module.weight_quantizers = dict(quantizers)
     module.weights_are_transposed = transposed
     module.__class__ = with_base(type(module), own, _class_of(own, tuple(quantizers)))
@@ -53,11 +66,11 @@ def become_unaware(module: Any) -> None:
     """Give a layer its own class back."""
     own = plain_class(module)
     module.__class__ = with_base(type(module), own, _class_before(own))
-    del module.weight_quantizers, module.weights_are_transposed
+    del module.weight_quantizers, module.weights_are_transposed, module.is_computing
 
 
 def _class_of(own: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a class like ``own`` whose attributes ``names`` are quantized."""
+    """Return a class like ``own`` that computes with the quantized parameters ``names``."""
     if (own, names) not in _CLASSES:
         members: dict[str, Any] = {name: _property(name) for name in names}
         title = f"QuantizationAware{own.__name__}"
@@ -73,9 +86,9 @@ def _class_before(own: Any) -> type[nn.Module]:
 
 def _property(name: str) -> property:
     def quantized(self: Any) -> Tensor | None:
-        parameter = self._parameters[name]
-        if parameter is None:
-            return None
+        parameter: Tensor | None = self._parameters[name]
+        if parameter is None or not self.is_computing:
+            return parameter
         quantizer = self.weight_quantizers[name]
         if self.weights_are_transposed:
             return quantizer(parameter.t()).t()

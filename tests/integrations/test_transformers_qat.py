@@ -1,0 +1,158 @@
+"""Quantization-aware training of models of transformers: Trainer, saved folders, experts."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers_models import config, load, transformers
+
+import qtensor
+from qtensor.integrations.transformers import QTensorConfig, pretrained_config, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
+IDS = torch.arange(40).view(2, 20) % 60 + 1
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        tokens = torch.randint(3, 64, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(model, folder, steps):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        save_steps=2,
+        disable_tqdm=True,
+    )
+    return transformers.Trainer(model, arguments, train_dataset=Texts())
+
+
+def make(name="llama", dtype=torch.float32):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config(name), dtype=dtype)
+
+
+def is_layer(module, name):
+    return "lm_head" not in name
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("activations", [False, True], ids=["weights", "inputs"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_a_run_of_trainer(fmt, activations, tmp_path):
+    """Trained, resumed, converted, saved, loaded, and converted to another layout: equal logits."""
+
+    def prepared():
+        model = make()
+        qtensor.prepare_qat_(model, fmt, is_layer, activations=activations)
+        return model
+
+    run = tmp_path / "run"
+    trainer(prepared(), run, 2).train()
+    resumed = trainer(prepared(), run, 4)
+    resumed.train(resume_from_checkpoint=True)
+    model = resumed.model
+    # The checkpoints of the run hold plain weights, which every program opens.
+    plain = transformers.AutoModelForCausalLM.from_pretrained(run / "checkpoint-4")
+    assert torch.equal(plain.model.layers[0].mlp.up_proj.weight, master(model))
+    assert not torch.equal(logits(plain), logits(make()))
+    wanted = logits(model)
+    assert not torch.equal(wanted, logits(plain))
+    recipe = getattr(model.model.layers[0].mlp.up_proj, "recipe", None)
+    qtensor.convert_qat_(model)
+    assert torch.equal(logits(model), wanted)
+    own, other = tmp_path / "own", tmp_path / "other"
+    model.save_pretrained(own)
+    qtensor.checkpoints.convert(str(own), str(other), layout="compressed-tensors")
+    for again in (load(own), load(other, config=pretrained_config(other))):
+        if activations:
+            qtensor.convert_(again, recipe, is_layer)
+        assert torch.equal(logits(again), wanted)
+
+
+def master(model):
+    return model.model.layers[0].mlp.up_proj.weight
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_stacked_experts(name, tmp_path):
+    model = make(name, torch.bfloat16)
+    own = {name: id(p) for name, p in model.named_parameters()}
+    done = qtensor.prepare_qat_(model, "nvfp4", is_layer)
+    assert {n: id(p) for n, p in model.named_parameters()} == own
+    assert any(report.name.endswith("experts.gate_up_proj") for report in done.swapped)
+    experts = model.model.layers[0].mlp.experts
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        grads = [getattr(experts, n).grad for n in ("gate_up_proj", "down_proj")]
+        assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
+        optimizer.zero_grad()
+    copied = copy.deepcopy(model)
+    wanted = logits(model)
+    assert torch.equal(logits(copied), wanted)
+    qtensor.convert_qat_(model)
+    assert type(experts.gate_up_proj) is not nn.Parameter
+    assert torch.equal(logits(model), wanted)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), wanted)
+
+
+@pytest.mark.nightly(reason="a compiled model; layers compiled in test_weights_qat.py")
+def test_compiled_experts():
+    model = make("qwen3-moe", torch.bfloat16)
+    qtensor.prepare_qat_(model, "nvfp4", is_layer)
+    wanted = model(IDS).logits
+    compiled = torch.compile(model, backend="aot_eager")
+    y = compiled(IDS).logits
+    y.float().square().mean().backward()
+    assert torch.equal(y, wanted)
+    assert model.model.layers[0].mlp.experts.down_proj.grad.abs().sum() > 0
+
+
+def test_a_layer_that_stores_its_weight_transposed():
+    torch.manual_seed(0)
+    sizes = transformers.GPT2Config(
+        vocab_size=64, n_embd=64, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=1
+    )
+    model = transformers.AutoModelForCausalLM.from_config(sizes)
+    done = qtensor.prepare_qat_(model, "mxfp8")
+    assert len(done.swapped) == 4
+    model.eval()
+    y = model(IDS).logits
+    y.sum().backward()
+    layer = model.transformer.h[0].mlp.c_fc
+    assert layer.weight.grad.abs().sum() > 0
+    qtensor.convert_qat_(model)
+    assert torch.equal(logits(model), y)
+    assert not layer.weight.quantizer.rowwise  # the transpose of rowwise data
+
+
+def test_a_quantized_model_cannot_be_prepared(tmp_path):
+    make().save_pretrained(tmp_path)
+    model = load(tmp_path, quantization_config=QTensorConfig("nvfp4"))
+    rule = r"prepare_qat_: .*its weight is quantized already: nvfp4"
+    with pytest.raises(qtensor.QTensorError, match=rule):
+        qtensor.prepare_qat_(model, "nvfp4", is_layer)
+
+
+def test_weights_of_a_prepared_model_are_plain():
+    model = make()
+    qtensor.prepare_qat_(model, "nvfp4", is_layer)
+    assert all(type(t) is torch.Tensor for t in weights(model).values())
