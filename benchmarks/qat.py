@@ -25,8 +25,7 @@ from benchmarks.rounding import Part, language_model
 from benchmarks.settings import parser
 from benchmarks.settings import settings as settings_of
 from examples import distill, small_gpt
-from qtensor.recipes import CustomRecipe
-from qtensor.weights.layer_formats import LayerFormats
+from qtensor.weights.calibrated import CalibratedInput
 
 TITLE = "Quantization-aware training beside rounding after training"
 TEXT = (
@@ -48,8 +47,7 @@ NAME = "Perplexity of the GPT"
 def with_inputs(model: nn.Module, format: str) -> None:
     """Let the quantized layers of a model quantize their inputs too."""
     names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    factory = LayerFormats(dict.fromkeys(names, format))
-    qtensor.convert_(model, CustomRecipe(factory=factory, backward_override="dequantized"))
+    qtensor.Calibration(dict.fromkeys(names, CalibratedInput(format))).apply(model)
 
 
 def measured(part: Part, format: str, activations: bool, c: small_gpt.Config, steps: int) -> Row:

@@ -217,7 +217,7 @@ def _obstacle(layer: LinearLayer, plain: bool, inputs: bool) -> str:
     module = layer.modules[0]
     if isinstance(module, QuantizedModule):
         if plain:
-            return f"a {type(module).__name__} of qtensor is not searched"
+            return f"a {type(module).__name__} of qtensor computes as its recipe says"
         if not inputs and (reason := _own_obstacle(module)):
             return reason
     elif isinstance(module, nn.Linear) and plain_class(module) is not nn.Linear:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from qtensor.api import Format
 from qtensor.core.errors import check, fail
-from qtensor.modules.conversion import Conversion, LayerReport
-from qtensor.modules.convert import convert_
+from qtensor.modules.conversion import Conversion
 from qtensor.modules.in_place import is_held
-from qtensor.modules.linear import Linear
 from qtensor.quantizers import Quantizer
-from qtensor.recipes import CustomRecipe
 from qtensor.weights.aware import QuantizationAware, become_aware, become_unaware
-from qtensor.weights.layer_formats import LayerFormats
+from qtensor.weights.calibrated import CalibratedInput, Calibration
 from qtensor.weights.layers import Filter, named_layers
 from qtensor.weights.quantize import as_quantizer, chosen_layers, quantize_, report_of
 from qtensor.weights.rounding import Layer
@@ -30,7 +27,7 @@ def prepare_qat_(
     format: Format | Mapping[str, Format | None],
     filter_fn: Filter | None = None,
     *,
-    activations: bool | Format = False,
+    activations: bool | Format | Calibration = False,
 ) -> Conversion:
     """Let the linear layers of a model compute with quantized weights while they are trained.
 
@@ -40,15 +37,16 @@ def prepare_qat_(
     quantized weight is that of the plain one (straight through). ``convert_qat_`` then replaces the
     weights by quantized ones, and the outputs stay equal in every bit.
 
-    With ``activations``, ``nn.Linear`` layers are swapped for ``qtensor.Linear`` with a recipe that
-    quantizes inputs and weights, and no gradients; backward multiplies by the dequantized values.
+    With ``activations``, layers also quantize their inputs, as after ``Calibration.apply``: with
+    factors from each input, or with those of a calibration, which stay as they are.
 
     Args:
         model: the root. It is changed in place. Prepare it before ``fully_shard``.
         format: as for ``quantize_``: a format, or a dict from names of layers to formats.
         filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
-        activations: quantize the inputs of the layers too: True in the format of the weight, or a
-            format for all inputs. Layers other than ``nn.Linear`` are then skipped.
+        activations: quantize the inputs of the layers too: True in the format of the weight, a
+            format for all inputs, or the result of ``calibrate``. A stack of experts is then an
+            error: leave it out with ``filter_fn``.
 
     Returns:
         The layers that were prepared, and those that were skipped with the reason. Its repr is a
@@ -57,6 +55,7 @@ def prepare_qat_(
     Raises:
         QTensorError: a format is unknown, takes its scale from earlier steps, or rounds at random;
             a key matches no layer; there is no layer to prepare; the model is sharded.
+        UnsupportedError: inputs of stacked experts are to be quantized.
     """
     if isinstance(model, nn.Module) and is_held(model):
         rule = "the model is prepared before it is sharded"
@@ -68,15 +67,17 @@ def prepare_qat_(
             rule = "training and the packed model have equal bytes only if rounding is to nearest"
             safe = each.quantizer.is_requantization_safe()
             check(safe, PREPARE, rule, each.quantizer.canonical, "Drop stochastic_rounding")
-        if activations is not False:
-            return _with_activations(model, wanted, skipped, activations)
+        notes = {} if activations is False else _quantize_inputs(model, wanted, activations)
         for each in wanted:
             for module in each.linear.modules:
                 # Stacks of experts have several weights, each a layer of its own.
                 known = before.get(module, _Weights({}, each.linear.transposed))
                 new = dict.fromkeys(each.linear.parameters, each.quantizer)
                 before[module] = known._replace(quantizers={**known.quantizers, **new})
-    swapped = [report_of(w.name, w.linear, w.quantizer.canonical + w.linear.note) for w in wanted]
+    swapped = []
+    for each in wanted:
+        note = each.quantizer.canonical + notes.get(each.name, "") + each.linear.note
+        swapped.append(report_of(each.name, each.linear, note))
     return Conversion(PREPARE, tuple(swapped), tuple(skipped))
 
 
@@ -107,41 +108,27 @@ def _set_aside(model: nn.Module) -> Iterator[dict[nn.Module, _Weights]]:
             become_aware(module, *weights)
 
 
-def _with_activations(
-    model: nn.Module, wanted: list[Layer], skipped: list[LayerReport], activations: bool | Format
-) -> Conversion:
-    """Swap ``nn.Linear`` layers for layers of qtensor with a recipe for inputs and weights."""
-    chosen = None if activations is True else as_quantizer(PREPARE, activations)  # type: ignore[arg-type]
-    layers = [each for each in wanted if each.linear.is_plain]
-    for each in wanted:
-        if not each.linear.is_plain:
-            reason = "with activations=, nn.Linear layers with a weight of their own are prepared"
-            skipped.append(report_of(each.name, each.linear, reason))
-    weights = {each.name: each.quantizer for each in layers}
-    inputs = {name: chosen or quantizer for name, quantizer in weights.items()}
-    recipe = CustomRecipe(factory=LayerFormats(weights, inputs), backward_override="dequantized")
-    done = convert_(model, recipe, lambda module, name: name in weights)
-    left = [report for report in done.skipped if report.name in weights]
-    rule = "the model needs an nn.Linear layer whose input can be quantized"
-    why = "; ".join(f"{each.name}: {each.note}" for each in (*left, *skipped)[:3]) or "none"
-    check(bool(done.swapped), PREPARE, rule, why, "Leave activations out")
-    swapped = [
-        LayerReport(each.name, each.features, _note(weights[each.name], inputs[each.name]))
-        for each in done.swapped
-    ]
-    return Conversion(PREPARE, tuple(swapped), (*left, *skipped))
-
-
-def _note(weight: Any, input: Any) -> str:
-    return f"{weight.canonical}, inputs {input.canonical}"
+def _quantize_inputs(
+    model: nn.Module, wanted: list[Layer], activations: bool | Format | Calibration
+) -> dict[str, str]:
+    """Let layers quantize their inputs, and return the formats of the inputs by layer."""
+    if isinstance(activations, Calibration):
+        chosen = activations
+    else:
+        one = None if activations is True else as_quantizer(PREPARE, activations)  # type: ignore[arg-type]
+        rowwise = {"rowwise": True, "columnwise": False}
+        formats = {w.name: (one or w.quantizer.with_usage(**rowwise)).canonical for w in wanted}
+        chosen = Calibration({name: CalibratedInput(text) for name, text in formats.items()})
+    names = {each.name for each in wanted}
+    chosen.apply(model, lambda module, name: name in names)
+    return {name: f", inputs {chosen.inputs[name].format}" for name in names & set(chosen.inputs)}
 
 
 def convert_qat_(model: nn.Module) -> Conversion:
     """Replace the weights that ``prepare_qat_`` prepared by quantized ones, in place.
 
-    This is ``quantize_`` in the formats of the training. The layers get their own classes back;
-    those with quantized inputs stay layers of qtensor with their recipe. The new parameters are
-    frozen.
+    This is ``quantize_`` in the formats of the training. The layers get their own classes back, and
+    go on quantizing their inputs. The new parameters are frozen.
 
     Args:
         model: a model that ``prepare_qat_`` has prepared.
@@ -161,13 +148,12 @@ def convert_qat_(model: nn.Module) -> Conversion:
         for name, layer in named_layers(model).items():
             module, own = layer.modules[0], layer.parameters[0]
             trained = prepared[module].quantizers.get(own) if module in prepared else None
-            found = trained or _trained_format(module)
-            if found is None:
+            if trained is None:
                 continue
             names.add(name)
             # Layers with one weight are one layer, with the name of the first.
             if id(layer.stored[0]) not in seen:
-                formats[name] = found
+                formats[name] = trained
                 seen.add(id(layer.stored[0]))
         rule = "the model has layers that prepare_qat_ prepared"
         check(bool(formats), CONVERT, rule, "none", "Call prepare_qat_ before the training")
@@ -181,11 +167,3 @@ def convert_qat_(model: nn.Module) -> Conversion:
         done = quantize_(model, formats, lambda module, name: name in names)
         prepared.clear()
     return done
-
-
-def _trained_format(module: Any) -> Any:
-    """Return the format of the weight that a layer with quantized inputs is trained for."""
-    if not isinstance(module, Linear) or module._stored["weight"]:
-        return None
-    factory = getattr(module.recipe, "factory", None)
-    return factory.weights.get(module.name) if isinstance(factory, LayerFormats) else None

@@ -14,8 +14,7 @@ from qtensor.core.errors import fail
 from qtensor.core.texts import aligned
 from qtensor.modules.conversion import Conversion
 from qtensor.modules.convert import convert_
-from qtensor.recipes import CustomRecipe
-from qtensor.weights.layer_formats import LayerFormats
+from qtensor.recipes import CustomRecipe, Role
 from qtensor.weights.layers import match
 from qtensor.weights.quantize import quantize_
 
@@ -81,7 +80,11 @@ class SearchResult:
 
     def recipe(self) -> CustomRecipe:
         """Return a recipe that quantizes weights and inputs of the layers, and no gradients."""
-        factory = LayerFormats(self.formats)
+        formats = self.formats
+
+        def factory(role: Role) -> str | None:
+            return formats.get(role.name) if role.tensor in ("weight", "input") else None
+
         return CustomRecipe(factory=factory, backward_override="high_precision")
 
     def apply(self, model: nn.Module) -> Conversion:

@@ -11,8 +11,8 @@ from rounding_cases import OPTIONS
 from torch import nn
 
 import qtensor
-from qtensor.modules.linear import Linear
 from qtensor.weights.aware import become_aware
+from qtensor.weights.calibrated import CalibratedInput
 
 NAMES = [case.name for case in FORMATS if case.name != "fp8_delayed"]
 every_format = pytest.mark.parametrize("fmt", [*NAMES, *OPTIONS])
@@ -67,7 +67,7 @@ def test_the_packed_model_has_the_outputs_of_training(fmt, activations):
         assert isinstance(weight, nn.Parameter)
         assert not weight.requires_grad
         assert_same_tensor(weight.detach(), weight.quantizer(masters[name]))
-        assert type(layer) is (Linear if activations else nn.Linear)
+        assert type(layer) is nn.Linear
     assert type(model.head.weight) is nn.Parameter
     x = rand(4, 8, 64)
     assert torch.equal(model(x), wanted)
@@ -231,7 +231,8 @@ def test_the_packed_model_is_saved_and_loaded(activations, tmp_path):
         again = Net()
         again.load_state_dict(state, assign=True)
         if activations:
-            qtensor.convert_(again, model.up.recipe, lambda m, name: name != "head")
+            inputs = dict.fromkeys(("up", "down"), CalibratedInput("nvfp4"))
+            qtensor.Calibration(inputs).apply(again)
         assert torch.equal(again(rand(4, 8, 64)), wanted)
 
 
@@ -251,10 +252,29 @@ def test_formats_of_a_search():
 def test_inputs_in_another_format():
     model = prepared("nvfp4", activations="mxfp8")
     wanted = train(model)
-    quantizers = qtensor.recipes.base.role_quantizers(model.up.recipe.key, "linear", "up")
-    assert [q and q.format for q in quantizers.values()] == ["mxfp8", "nvfp4", None]
+    assert model.up.input_quantizer.format == "mxfp8"
     qtensor.convert_qat_(model)
     assert torch.equal(model(rand(4, 8, 64)), wanted)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+def test_calibrated_factors_stay_in_training(fmt, tmp_path):
+    """Files hold weights and factors, and give the bits of training."""
+    model = Net()
+    factors = qtensor.calibrate(model, [rand(8, 64)], {"head": None, "*": fmt})
+    qtensor.prepare_qat_(model, {"head": None, "*": fmt}, activations=factors)
+    wanted = train(model)
+    assert model.up.input_quantizer.amax.item() == factors.inputs["up"].amax
+    qtensor.convert_qat_(model)
+    assert torch.equal(model(rand(4, 8, 64)), wanted)
+    path = str(tmp_path / "served")
+    qtensor.checkpoints.save(model, path, layout="compressed-tensors")
+    again = Net()
+    stored = qtensor.checkpoints.load_state_dict(path)
+    state = {name: tensor for name, tensor in stored.items() if ".input_" not in name}
+    again.load_state_dict(state, assign=True)
+    qtensor.checkpoints.calibration(path).apply(again)
+    assert torch.equal(again(rand(4, 8, 64)), wanted)
 
 
 def test_layers_with_one_weight():
@@ -298,9 +318,9 @@ def test_errors():
         qtensor.convert_qat_(Net())
     with pytest.raises(qtensor.QTensorError, match=r"prepare_qat_: .*a linear layer"):
         qtensor.prepare_qat_(nn.Sequential(nn.ReLU()), "nvfp4")
-    narrow = nn.Sequential(nn.Linear(9, 9))
-    with pytest.raises(qtensor.QTensorError, match=r"input can be quantized; got 0: features must"):
-        qtensor.prepare_qat_(narrow, "nvfp4", activations=True)
+    columnwise = qtensor.quantizer("mxfp8", columnwise=True)
+    with pytest.raises(qtensor.QTensorError, match="inputs are quantized rowwise, to nearest"):
+        qtensor.prepare_qat_(Net(), "mxfp8", activations=columnwise)
 
 
 def test_a_conversion_that_fails_leaves_the_model_prepared(monkeypatch):
