@@ -52,7 +52,9 @@ _MOST_TEXTS = 16384
 _MADE: dict[tuple[Callable[[str], Any], str], Any] = {}
 """Descriptions, twins and plans by the function that makes them and the text."""
 _CPU = torch.device("cpu")
-_FEW_ROWS, _DECODE, _INTEGER = 1, 2, 4
+_FEW_ROWS = 1
+_BITS = {"reference": 2, "integer": 4, "dot_products": 8}
+"""Bits of `enum Choice` by backend, but for few rows, which another one may follow."""
 
 
 # ---- what C++ asks
@@ -181,13 +183,9 @@ def _choice_of(problem: CProblem) -> int:
     b = texts[1], b_shape, DTYPES[problem.b_dtype]
     call = choice.ProductCall(a, b, layout, DTYPES[problem.dtype], _CPU, False, bias)
     first, *others = choice.choice_of(call).runners
-    if first.name == "integer":
-        return _INTEGER
-    if first.name == "reference":
-        return _DECODE
-    if not isinstance(first, choice.FewRows) or first.mirrored is not None:
-        return 0
-    return _FEW_ROWS | (_DECODE if others[0].name == "reference" else 0)
+    if not isinstance(first, choice.FewRows):
+        return _BITS.get(first.name, 0)
+    return 0 if first.mirrored is not None else _FEW_ROWS | _BITS.get(others[0].name, 0)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ bool few_rows(const CQuantizer& quantizer, const LinearCall& call);
 }
 
 struct Words {
-    int64_t word[18];
+    int64_t word[19];
 };
 
 int main() {
@@ -28,7 +28,8 @@ int main() {
                               (float*)at(14),
                               at(15),
                               i32(number(16)),
-                              1};
+                              1,
+                              NO_SIDE};
         return qt_baseline::few_rows(*(const CQuantizer*)at(0), call);
     });
 }

@@ -36,8 +36,8 @@ class Remote(Emulated):
     """Bytes of the weight's buffers, by word."""
 
     def linear(self, packed: bytes) -> int:
-        """Compute one call, whose 18 words are those of `native.linear_`."""
-        words = struct.unpack("=18q", packed)
+        """Compute one call, whose 19 words are those of `native.linear_`."""
+        words = struct.unpack("=19q", packed)
         dtype, stride, rows, cols, count = words[2:7]
         item = (4, 2, 2)
         sizes = {0: ctypes.sizeof(CQuantizer), 1: ((rows - 1) * stride + cols) * item[dtype]}

@@ -41,10 +41,14 @@ MOST_ROWS = 64
 """Rows of `x` that `linear_` multiplies in the order of few rows: `MOST_ROWS` of few_rows.h."""
 ONE_THREAD = 1 << 19
 """Tensors with up to this many elements use one thread: waking another one costs more time."""
+_PRODUCTS = 16
+"""Products of elements by dot products that take as long as decoding one element."""
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")
-_LINEAR = struct.Struct("=18q")
+_LINEAR = struct.Struct("=19q")
+_SIDES = {False: 1, True: 2}
+"""`enum Side` of structs.h, by whether the data are columnwise."""
 
 
 _ONE = ctypes.c_float(1.0)
@@ -253,9 +257,7 @@ def dequantize_(
     if code is None or layout is None or not (out.is_cpu and out.is_contiguous()):
         return False
     kernels = library()
-    columnwise = layout.reads_columnwise
-    if part.columnwise is not None and layout.scale_inv is None:
-        columnwise = is_columnwise(quantizer, part.columnwise)
+    columnwise = _reads_columnwise(quantizer, layout, part)
     pointers, copies = _addresses_to_read(layout, buffers, columnwise)
     if isinstance(kernels, str) or pointers is None:
         return False
@@ -283,6 +285,13 @@ def dequantize_(
     )
     del copies  # The kernel has read them.
     return bool(status == 0)
+
+
+def _reads_columnwise(quantizer: Any, layout: BufferLayout, part: Part) -> bool:
+    """Return whether a decode of `part` reads the columnwise buffers."""
+    if part.columnwise is None or layout.scale_inv is not None:
+        return layout.reads_columnwise
+    return is_columnwise(quantizer, part.columnwise)
 
 
 def _addresses_to_read(
@@ -314,17 +323,25 @@ class Rows(NamedTuple):
 
 
 def linear_(
-    weight: Any, rows: Rows, bias: Tensor | None, out: Tensor, *, few: bool = False
+    weight: Any,
+    rows: Rows,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    few: bool = False,
+    across: Part | None = None,
 ) -> bool:
     """Compute `out = x @ weight.T * factor + bias`.
 
     Args:
         weight: its `quantizer`, its `buffers` in slot order and its `shape` (N, K), rowwise.
-        rows: the left operand; bfloat16 and contiguous unless `few`.
+        rows: the left operand; bfloat16 unless `few`.
         bias: (N,) float32, or None.
         out: (..., N) float32, bfloat16 or float16, contiguous.
         few: whether the sums have the order that docs/numerics.md states for up to `MOST_ROWS`
             rows.
+        across: if not None, the shape of the weight is (K, N), and the values are those of this
+            part, which is all of it in one direction. Not with `few`.
 
     Returns:
         False if no kernel computes it: without `few` if the CPU has no bfloat16 dot products.
@@ -333,14 +350,21 @@ def linear_(
     code, layout = DTYPES.get(out.dtype), buffer_layout(weight.quantizer, torch.Size(weight.shape))
     if code is None or layout is None or not x.numel():
         return False
-    stride = _row_stride(x, layout.cols, few)
-    if stride is None or not _are_linear_operands(layout, rows, bias, out):
+    columns, length = layout.rows, layout.cols
+    columnwise = across is not None and _reads_columnwise(weight.quantizer, layout, across)
+    if across is not None:
+        columns, length = length, columns
+    count, stride = x.numel() // length, _row_stride(x, length)
+    if stride is None or not (few or x.dtype is torch.bfloat16):
+        return False
+    if not _are_linear_operands((count, columns, length), rows, bias, out):
         return False
     kernels = library()
-    pointers, copies = _addresses_to_read(layout, weight.buffers, columnwise=False)
-    if isinstance(kernels, str) or pointers is None or not pointers[0]:
+    pointers, copies = _addresses_to_read(layout, weight.buffers, columnwise)
+    read = layout.read_positions(columnwise)
+    if isinstance(kernels, str) or pointers is None or not pointers[read[0]]:
         return False
-    count = x.numel() // layout.cols
+    work = layout.rows * layout.cols if few else count * columns * length // _PRODUCTS
     status = kernels.handle.qt_linear(
         _LINEAR.pack(
             layout.address,
@@ -348,10 +372,10 @@ def linear_(
             DTYPES[x.dtype],
             stride,
             count,
-            layout.cols,
-            layout.rows,
-            torch.get_num_threads() if not few or layout.rows * layout.cols > ONE_THREAD else 1,
-            *(pointers[i] for i in layout.read_positions(columnwise=False)),
+            length,
+            columns,
+            torch.get_num_threads() if work > ONE_THREAD else 1,
+            *(pointers[i] for i in read),
             pointers[SHARED],
             0 if factor is None else factor.data_ptr(),
             int(factor is not None and factor.numel() > 1),
@@ -359,32 +383,32 @@ def linear_(
             out.data_ptr(),
             code,
             int(few),
+            0 if across is None else _SIDES[columnwise],
         )
     )
     del copies  # The kernel has read them.
     return bool(status == 0)
 
 
-def _row_stride(x: Tensor, cols: int, few: bool) -> int | None:
+def _row_stride(x: Tensor, length: int) -> int | None:
     """Return the stride between rows of `x`, or None if the kernels do not read `x`."""
     if x.dtype not in DTYPES or not has_memory(x):
         return None
     if x.is_contiguous():
-        return cols if few or x.dtype is torch.bfloat16 else None
-    strided = few and x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= cols
+        return length
+    strided = x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= length
     return x.stride(0) if strided else None
 
 
 def _are_linear_operands(
-    layout: BufferLayout, rows: Rows, bias: Tensor | None, out: Tensor
+    sizes: tuple[int, int, int], rows: Rows, bias: Tensor | None, out: Tensor
 ) -> bool:
-    """Return whether tensors have the dtypes and sizes that `linear_` documents."""
-    x, factor = rows
-    count = x.numel() // layout.cols
+    """Return whether tensors have the dtypes and sizes (M, N, K) that `linear_` documents."""
+    (count, columns, length), (x, factor) = sizes, rows
     return (
         is_plain(out, out.dtype)
-        and x.shape[-1] == layout.cols
-        and count * layout.rows == out.numel()
+        and x.shape[-1] == length
+        and count * columns == out.numel()
         and (factor is None or (is_plain(factor, torch.float32) and factor.numel() in (1, count)))
-        and (bias is None or (is_plain(bias, torch.float32) and bias.numel() == layout.rows))
+        and (bias is None or (is_plain(bias, torch.float32) and bias.numel() == columns))
     )

@@ -135,7 +135,7 @@ def build_spec(isa: str) -> BuildSpec:
 
 
 _UNITS = {
-    "linear": {"linear", "few_rows", "few_rows_bfloat16"},
+    "linear": {"linear", "few_rows", "few_rows_bfloat16", "dequantize_Bfloat16"},
     "integer_products": {"integer_products"},
 }
 """Units of the pieces that serve all dtypes."""

@@ -23,7 +23,7 @@ from qtensor.reference.gemm import matmul
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def _exact_dtypes(problem: Problem, operand: GemmSide) -> tuple[torch.dtype, ...] | str:
+def exact_dtypes(problem: Problem, operand: GemmSide) -> tuple[torch.dtype, ...] | str:
     """Return the 16-bit dtypes that hold every value of an operand, or why there is none.
 
     Factors that are applied after the product do not count.
@@ -96,7 +96,7 @@ class Dequant:
             return "a product without elements needs no kernel"
         dtypes = []
         for name, operand in (("a", problem.a), ("b", problem.b)):
-            exact = _exact_dtypes(problem, operand)
+            exact = exact_dtypes(problem, operand)
             if isinstance(exact, str):
                 return f"operand {name}: {exact}"
             dtypes.append(exact)

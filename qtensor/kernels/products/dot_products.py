@@ -13,12 +13,14 @@ from qtensor.core.buffer_shapes import buffer_shapes, rows_cols
 from qtensor.core.formats import Slot
 from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import QuantizerLike, alloc_slots, parse
+from qtensor.kernels import table
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.native import Rows
-from qtensor.kernels.products import tiles
+from qtensor.kernels.cpu.native import Part, Rows
+from qtensor.kernels.products.dequant import exact_dtypes
+from qtensor.kernels.products.finishing import finish_in_torch, kernel_finishes
 from qtensor.kernels.products.problem import GemmSide, Problem
+from qtensor.kernels.products.stacks import batch_refusal, multiply_each, of_each
 from qtensor.kernels.products.tiles import decoded
-from qtensor.kernels.products.weight_rows import rows_of_both, rows_quantizer
 from qtensor.reference.blocks import unswizzle
 
 LEAST_SCALE = 24
@@ -32,7 +34,8 @@ _CHUNK = 1 << 22
 class DotProducts:
     """bfloat16 dot products with float32 sums, of operands that bfloat16 holds exactly.
 
-    Factors of rows or of tensors are applied to the sums. The weight is decoded in the cache.
+    Factors of rows, columns or tensors are applied to the sums. The right operand is decoded in the
+    cache, the left one as a whole.
     """
 
     name = "dot_products"
@@ -40,76 +43,115 @@ class DotProducts:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.each = DotProducts(of_each(problem)) if problem.batched else None
+        self.finishes = kernel_finishes(problem)
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
         """Return why dot products do not serve a problem, or None."""
-        reason = tiles.refusal(problem)
-        if reason is not None:
-            return reason
-        for name, side, quantizer in (
-            ("a", problem.a, problem.a.quantizer),
-            ("b", problem.b, rows_quantizer(problem)),
-        ):
-            reason = _format_refusal(side, quantizer)
+        if problem.capability is not None or not problem.device.startswith("cpu"):
+            return "it runs on CPUs"
+        if problem.b.quantizer is None:
+            return "the right operand is not quantized"
+        if problem.batched:
+            reason = batch_refusal(problem)
+            if reason is not None:
+                return reason
+            problem = of_each(problem)
+        if 0 in problem.sizes:
+            return "a product without elements needs no kernel"
+        for name, side in (("a", problem.a), ("b", problem.b)):
+            reason = _side_refusal(problem, side)
             if reason is not None:
                 return f"operand {name}: {reason}"
-        if problem.a.shape[-1] % 2:
-            return f"dot products take pairs, and K={problem.a.shape[-1]} is odd"
         return None if is_available(native.linear_) else "the CPU has no bfloat16 dot products"
 
     def __call__(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
         """Write ``out`` (..., N); or return why these tensors cannot be taken."""
-        left_rows, weight = rows_of_both(self.problem, a, b)
-        for name, matrix in (("a", left_rows), ("b", weight)):
-            if not has_normal_values(matrix):
+        if self.finishes and (self.each is None or bias is None):
+            return self._multiply(out, a, b, bias)
+        return finish_in_torch(out, bias, lambda total: self._multiply(total, a, b, None))
+
+    def _multiply(
+        self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
+    ) -> str | None:
+        if self.each is not None:
+            return multiply_each(self.each, out, (self.problem.a, a), (self.problem.b, b))
+        sides = self.problem.a, self.problem.b
+        left, right = (
+            Operand(buffers, side.canonical, side.shape)
+            for side, buffers in zip(sides, (a, b), strict=True)
+        )
+        for name, side, matrix in zip("ab", sides, (left, right), strict=True):
+            if not has_normal_values(matrix, side.side):
                 return f"operand {name} has blocks with factors below 2^{LEAST_SCALE - 127}"
-        left, factor = decoded(left_rows, torch.bfloat16)
-        if left is None:
+        rows = self._rows(left)
+        if rows is None:
             return "no kernel decodes the left operand"
-        added = None if bias is None else bias.float().expand(weight.shape[0]).contiguous()
-        if native.linear_(weight, Rows(left, factor), added, out):
+        added = None if bias is None else bias.float().expand(out.shape[-1]).contiguous()
+        # The codes of a sum lie side by side in one of these, and far apart in the other.
+        lines, bands = right, right.transpose()
+        is_columnwise = sides[1].side == "_columnwise"
+        if self.problem.layout != "TN":
+            lines, bands, is_columnwise = bands, lines, not is_columnwise
+        assert lines.quantizer is not None  # noqa: S101 - refusal() has checked it
+        has_lines = not is_columnwise or lines.quantizer.spec.transpose_shares_bytes
+        if has_lines and native.linear_(lines, rows, added, out):
             return None
-        return "the CPU, or the format of the right operand, has no dot-product kernel"
+        part = Part(columnwise=not is_columnwise)
+        if native.linear_(bands, rows, added, out, across=part):
+            return None
+        return "no kernel reads these buffers of the right operand"
+
+    def _rows(self, left: Operand) -> Rows | None:
+        """Return the left operand as bfloat16 rows (M, K), or None if no kernel decodes it."""
+        is_columnwise = self.problem.a.side == "_columnwise"
+        values, factor = decoded(left, torch.bfloat16, columnwise=is_columnwise)
+        if values is None:
+            return None
+        if self.problem.layout == "NT":
+            values = values.t().contiguous()
+        return Rows(values, factor)
 
 
-def _format_refusal(side: GemmSide, quantizer: QuantizerLike | None) -> str | None:
-    """Return why bfloat16 does not hold a format's values exactly; None if it does.
+def _side_refusal(problem: Problem, side: GemmSide) -> str | None:
+    """Return why bfloat16 does not hold the values of an operand; None if it does.
 
-    Factors of rows do not count, because they are applied to the sums.
-
-    Args:
-        side: an operand.
-        quantizer: of its rows along the contraction; None for a plain operand.
+    Factors of rows and columns of the result do not count, because they are applied to the sums.
     """
-    if quantizer is None:
-        return None if side.dtype == torch.bfloat16 else f"{side.dtype} would be rounded"
-    spec = quantizer.spec
-    if spec.block is None:
-        exact = getattr(quantizer, "axis", -1) == -1
-    elif spec.scale == "e4m3":
-        exact = quantizer.factors_are_local
-    else:
-        exact = spec.scale == "e8m0" or bool(side.option("force_pow_2_scales", False))
-    return None if exact else f"bfloat16 does not hold the values of {side.canonical} exactly"
+    exact = exact_dtypes(problem, side)
+    if isinstance(exact, str):
+        return exact
+    if torch.bfloat16 not in exact:
+        return f"{side.dtype} would be rounded"
+    if side.quantizer is None:
+        return None
+    if side.rotated:
+        return f"the values of {side.canonical} must be rotated back"
+    if side.side == "_columnwise" and len(side.shape) != 2:
+        return "it is no matrix, and its data are columnwise"
+    return table.refusal(side.quantizer, torch.bfloat16, "cpu")
 
 
-def has_normal_values(matrix: Operand) -> bool:
-    """Return whether every value is zero or a normal bfloat16 number times the factor of its row.
+def has_normal_values(matrix: Operand, side: str) -> bool:
+    """Return whether every value is zero or a normal bfloat16 number times the factor of its line.
 
     The check reads the factors of blocks, one for 16 elements or more, without the padding. If a
     factor is too small, it also reads the codes of that block: a block of zeros is accepted.
 
     Args:
-        matrix: rowwise rows; a plain one is bfloat16.
+        matrix: (..., K), or (M, K) if columnwise data are read; a plain one is bfloat16.
+        side: prefix of the buffers that are read: "_rowwise" or "_columnwise".
     """
     quantizer = matrix.quantizer
-    if quantizer is None:
+    if quantizer is None or quantizer.spec.block is None or quantizer.spec.scale == "e4m3":
         return True
-    if quantizer.spec.block is None or quantizer.spec.scale == "e4m3":
-        return True
+    if side == "_columnwise":
+        matrix = matrix.transpose()
+        quantizer = matrix.quantizer
+        assert quantizer is not None  # noqa: S101 - it is that of the transpose
     slot, buffer = _named(quantizer, matrix, "_rowwise_scale_inv")
     factors = _without_padding(slot, buffer, matrix)
     least = LEAST_SCALE if quantizer.spec.scale == "e8m0" else 2.0 ** (LEAST_SCALE - 127)

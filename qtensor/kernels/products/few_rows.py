@@ -11,13 +11,12 @@ from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import Rows
 from qtensor.kernels.products.finishing import finish_in_torch, kernel_finishes
 from qtensor.kernels.products.problem import Problem
-from qtensor.kernels.products.stacks import matrix_of
+from qtensor.kernels.products.stacks import multiply_each, of_each
 from qtensor.kernels.products.tiles import decoded
 from qtensor.kernels.products.weight_rows import (
     NOT_ADJACENT,
     few_rows_refusal,
     mirrored,
-    of_each,
     rows_of_both,
 )
 
@@ -70,7 +69,7 @@ class FewRows:
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
         if self.each is not None:
-            return self._multiply_each(self.each, out, a[0], b)
+            return multiply_each(self.each, out, (self.problem.a, a), (self.problem.b, b))
         left, weight = rows_of_both(self.problem, a, b)
         rows = _rows_of(left)
         if rows is None:
@@ -79,16 +78,6 @@ class FewRows:
         if native.linear_(weight, rows, added, out, few=True):
             return None
         return NOT_ADJACENT
-
-    def _multiply_each(self, each: FewRows, out: Tensor, a: Tensor, b: list[Tensor]) -> str | None:
-        """Write the products of a batch of plain matrices and a quantized stack."""
-        stack = Operand(b, self.problem.b.canonical, self.problem.b.shape)
-        results, lefts = out.view(-1, *out.shape[-2:]), a.reshape(-1, *a.shape[-2:])
-        for i, (result, left) in enumerate(zip(results, lefts, strict=True)):
-            reason = each(result, [left], matrix_of(stack, i).buffers, None)
-            if reason is not None:
-                return reason
-        return None
 
 
 def _rows_of(left: Operand) -> Rows | None:

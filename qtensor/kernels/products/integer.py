@@ -8,13 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from qtensor.core.operand import Operand
 from qtensor.kernels import table
 from qtensor.kernels.cpu.integer_products import Lines, integer_products_
 from qtensor.kernels.products.finishing import finish_in_torch, kernel_finishes
 from qtensor.kernels.products.problem import GemmSide, Problem, rotations_cancel
-from qtensor.kernels.products.stacks import matrix_of, stack_refusal
-from qtensor.kernels.products.weight_rows import of_each
+from qtensor.kernels.products.stacks import batch_refusal, multiply_each, of_each
 from qtensor.kernels.quantizers import NVFP4Like
 from qtensor.reference.scaling import quotient
 
@@ -73,7 +71,7 @@ class IntegerProducts:
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
         if self.each is not None:
-            return self._multiply_each(self.each, out, a, b)
+            return multiply_each(self.each, out, (self.problem.a, a), (self.problem.b, b))
         left, right = lines_of(self.problem.a, a), lines_of(self.problem.b, b)
         if left is None or right is None:
             return "tiles of factors are not whole"
@@ -83,28 +81,11 @@ class IntegerProducts:
             return None
         return "no kernel reads these buffers"
 
-    def _multiply_each(
-        self, each: IntegerProducts, out: Tensor, a: list[Tensor], b: list[Tensor]
-    ) -> str | None:
-        """Write the products of two batches of matrices."""
-        stacks = [
-            Operand(buffers, side.canonical, side.shape)
-            for side, buffers in ((self.problem.a, a), (self.problem.b, b))
-        ]
-        for i, result in enumerate(out.view(-1, *out.shape[-2:])):
-            left, right = (matrix_of(stack, i).buffers for stack in stacks)
-            reason = each(result, left, right, None)
-            if reason is not None:
-                return reason
-        return None
-
 
 def _batch_refusal(problem: Problem) -> str | None:
     if problem.layout != "TN":
         return "blocks of a batch run along the last dim alone"
-    return next(
-        filter(None, (stack_refusal(s.canonical, s.shape) for s in (problem.a, problem.b))), None
-    )
+    return batch_refusal(problem)
 
 
 def _side_refusal(side: GemmSide) -> str | None:

@@ -81,24 +81,28 @@ class Tiles:
         return None
 
 
-def decoded(matrix: Operand, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def decoded(
+    matrix: Operand, dtype: torch.dtype, *, columnwise: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the values of a matrix in ``dtype``, and the factors that must still be applied.
 
     Args:
-        matrix: (..., K), quantized rowwise or plain.
+        matrix: (..., K), quantized or plain.
         dtype: of the values.
+        columnwise: the direction that is read of a quantized matrix.
 
     Returns:
         Values (..., K), or None if no kernel decodes them. Factors: float32 (1,) or one for each
-        row, or None if the values contain all of them.
+        line, a row or a column of columnwise data; or None if the values contain all of them.
     """
     quantizer, buffers, factor = matrix.quantizer, matrix.buffers, None
     if quantizer is None:
         return buffers[0].to(dtype).contiguous(), None
-    if getattr(quantizer, "axis", -1) == -1:
-        global_name = global_buffer(quantizer, "_rowwise")
+    if getattr(quantizer, "axis", None) in (None, 0 if columnwise else -1):
+        global_name = global_buffer(quantizer, "_columnwise" if columnwise else "_rowwise")
         buffers, factor = without_line_factors(quantizer, buffers, global_name)
     values = torch.empty(tuple(matrix.shape), dtype=dtype)
-    if not table.dequantize_(quantizer, buffers, matrix.shape, values, Part(columnwise=False)):
+    part = Part(columnwise=columnwise)
+    if not table.dequantize_(quantizer, buffers, matrix.shape, values, part):
         return None, None
     return values, None if factor is None else factor.contiguous()

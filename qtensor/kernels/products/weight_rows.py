@@ -16,7 +16,7 @@ from qtensor.core.quantizer_registry import QuantizerLike, parse
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import MOST_ROWS
 from qtensor.kernels.products.problem import GemmSide, Problem
-from qtensor.kernels.products.stacks import stack_refusal
+from qtensor.kernels.products.stacks import batch_refusal, of_each
 
 NOT_ADJACENT = "the codes of a row of the quantized operand are not adjacent in memory"
 """The reason why few rows of x are not multiplied with a transposed view of a weight."""
@@ -79,13 +79,7 @@ def _stack_refusal(problem: Problem) -> str | None:
     """Return why the products of a batch are not computed one by one, or None."""
     if problem.a.quantizer is not None:
         return "the left operand is a quantized batch of matrices"
-    return stack_refusal(problem.b.canonical, problem.b.shape)
-
-
-def of_each(problem: Problem) -> Problem:
-    """Return the product of each matrix of a batch, without the bias."""
-    a, b = (dataclasses.replace(side, shape=side.shape[-2:]) for side in (problem.a, problem.b))
-    return dataclasses.replace(problem, a=a, b=b, bias=None)
+    return batch_refusal(problem)
 
 
 def mirrored(problem: Problem) -> Problem | None:

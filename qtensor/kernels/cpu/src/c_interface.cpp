@@ -21,7 +21,7 @@ using namespace QT_NAMESPACE;
 #define QT_FUSED
 #endif
 
-constexpr int ABI = 7;
+constexpr int ABI = 8;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
 template <class Arguments>
@@ -81,12 +81,13 @@ int qt_quantize(const void* packed) {
 #endif
 
 #ifdef QT_LINEAR
-// x @ weight.T: `few` asks for the order of sums of few rows.
+// x @ weight: `few` asks for the order of sums of few rows.
 int qt_linear(const void* packed) {
     const LinearArguments a = unpack<LinearArguments>(packed);
     const LinearCall call{
-        a.x,         i32(a.x_dtype), a.stride,          a.m,    a.k, a.n,          buffers_of(a.weight),
-        a.scale_inv, a.row_factors,  a.row_factor_step, a.bias, a.y, i32(a.dtype), i32(a.threads)};
+        a.x,          i32(a.x_dtype), a.stride,          a.m,    a.k, a.n,          buffers_of(a.weight),
+        a.scale_inv,  a.row_factors,  a.row_factor_step, a.bias, a.y, i32(a.dtype), i32(a.threads),
+        i32(a.across)};
     const KeepDenormals scope;
     try {
         return (a.few ? few_rows : linear)(*a.quantizer, call) ? DONE : NO_KERNEL;

@@ -1,22 +1,47 @@
-// x @ weight.T for bfloat16 x and a quantized weight: panels of 64 rows of the weight are decoded to bfloat16
-// in the cache and multiplied with the CPU's bfloat16 dot products, accumulated in float32; factors, bias and
-// one rounding at the end.
+// Products of bfloat16 x and a quantized weight by the CPU's bfloat16 dot products. A part of the weight is
+// decoded to bfloat16 in the cache and packed as panels of pairs along the contraction, which all rows of x
+// multiply. Sums are float32; factors, bias and one rounding follow.
 
-#include "dequantize.h"
-#include "scale_layout.h"
+#include <cstring>
+
+#include "avx512_rotation.h"
+#include "memory.h"
+#include "threads.h"
 
 namespace QT_NAMESPACE {
+
+template <class D>
+bool dequantize_as(const CQuantizer& quantizer, const DequantizeCall& call);
 
 #if QT_ISA == 512
 #define BF16_DOT __attribute__((target("avx512bf16")))
 
-constexpr i64 PANEL = 64;    // rows of the weight, columns of the result
-constexpr i64 DEPTH = 4096;  // of the contraction, so that a panel stays in the second cache level
-constexpr int HEIGHT = 6;    // rows of the result whose sums fit in the registers
+constexpr i64 PANEL = 64;            // columns of the result
+constexpr i64 DEPTH = 4096;          // of the contraction, so that a panel stays in the second cache level
+constexpr int HEIGHT = 6;            // rows of the result whose sums fit in the registers
+constexpr i64 BAND_BYTES = 1 << 20;  // least bytes of a band of rows that the next cache level keeps
+constexpr i64 BAND_ROWS = 128;       // blocks begin at multiples of it
 
-// sums (rows, PANEL) += x (rows, 2 * pairs) times the packed panel (pairs, PANEL) of pairs.
+// x (m, k) whose rows have a whole number of pairs.
+struct PairedRows {
+    const Array<u16> padded;
+    const u16* data;
+    i64 stride;
+
+    explicit PairedRows(const LinearCall& c)
+        : padded(c.k % 2 ? c.m * (c.k + 1) : 0), data((const u16*)c.x), stride(c.stride) {
+        if (!padded) return;
+        for (i64 i = 0; i < c.m; i++) {
+            memcpy(padded + i * (c.k + 1), data + i * stride, sizeof(u16) * size_t(c.k));
+            padded[i * (c.k + 1) + c.k] = 0;
+        }
+        data = padded, stride = c.k + 1;
+    }
+};
+
+// sums (R, PANEL) += x (R, 2 * pairs) times the packed panel (pairs, PANEL) of pairs.
 template <int R>
-BF16_DOT static void multiply(const u32* x, i64 ldx, const u32* panel, i64 pairs, float* sums, bool first) {
+BF16_DOT static void multiply(const u16* x, i64 ldx, const u32* panel, i64 pairs, float* sums, bool first) {
     __m512 acc[R][4];
     for (int r = 0; r < R; r++)
         for (int j = 0; j < 4; j++)
@@ -25,14 +50,14 @@ BF16_DOT static void multiply(const u32* x, i64 ldx, const u32* panel, i64 pairs
         __m512bh b[4];
         for (int j = 0; j < 4; j++) b[j] = (__m512bh)_mm512_loadu_si512(panel + k * PANEL + j * 16);
         for (int r = 0; r < R; r++) {
-            const __m512bh a = (__m512bh)_mm512_set1_epi32(i32(x[r * ldx + k]));
+            const __m512bh a = (__m512bh)_mm512_set1_epi32(load<i32>(x + r * ldx + 2 * k));
             for (int j = 0; j < 4; j++) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], a, b[j]);
         }
     }
     for (int r = 0; r < R; r++)
         for (int j = 0; j < 4; j++) _mm512_storeu_ps(sums + r * PANEL + j * 16, acc[r][j]);
 }
-static void multiply_rows(i64 rows, const u32* x, i64 ldx, const u32* panel, i64 pairs, float* sums,
+static void multiply_rows(i64 rows, const u16* x, i64 ldx, const u32* panel, i64 pairs, float* sums,
                           bool first) {
     switch (rows) {
         case 1:
@@ -49,6 +74,47 @@ static void multiply_rows(i64 rows, const u32* x, i64 ldx, const u32* panel, i64
             return multiply<HEIGHT>(x, ldx, panel, pairs, sums, first);
     }
 }
+// sums (m, PANEL) += x (m, elements from k on) times a packed panel.
+static void multiply_panel(const LinearCall& c, const PairedRows& x, i64 k, const u32* panel, i64 pairs,
+                           float* sums) {
+    for (i64 m = 0; m < c.m; m += HEIGHT)
+        multiply_rows(c.m - m < HEIGHT ? c.m - m : HEIGHT, x.data + m * x.stride + k, x.stride, panel, pairs,
+                      sums + m * PANEL, k == 0);
+}
+
+// Decodes rows of the weight to bfloat16, without the factors that follow the sums.
+struct WeightRows {
+    CQuantizer quantizer;
+    DequantizeCall call{};
+    const Array<float> global;
+    const float* factors = nullptr;  // that follow the sums, of the columns of the result; null: 1
+    i64 factor_step = 0;
+    const float one = 1.0f;
+
+    WeightRows(const CQuantizer& p, const LinearCall& c)
+        : quantizer(p), global(c.weight.amax ? p.row_scaled ? c.n : 1 : 0) {
+        call.dtype = BF16, call.threads = 1;
+        call.rows = c.across ? c.k : c.n, call.cols = c.across ? c.n : c.k;
+        Buffers& side = c.across == COLUMNWISE ? call.column : call.row;
+        side = c.weight, side.amax = nullptr;
+        if (p.family == BLOCK) {
+            quantizer.row_scaled = 0;
+            factors = global, factor_step = p.row_scaled;
+            for (i64 i = 0; factors && i < (p.row_scaled ? c.n : 1); i++)
+                global[i] = c.weight.amax[i] / p.global_divisor;
+        } else {
+            quantizer.family = TENSOR, call.scale_inv = &one;
+            factors = c.scale_inv, factor_step = p.family != TENSOR;
+        }
+    }
+    WeightRows(const WeightRows&) = delete;
+
+    void decode(i64 first, i64 count, u16* out) const {
+        DequantizeCall part = call;
+        part.first = first, part.count = count, part.y = out;
+        dequantize_as<Bfloat16>(quantizer, part);
+    }
+};
 
 // A row of the result: sums times factors, plus bias, rounded once.
 static void finish(const LinearCall& c, const float* sums, i64 row, i64 column, i64 count,
@@ -72,76 +138,96 @@ static void finish(const LinearCall& c, const float* sums, i64 row, i64 column, 
     }
     memcpy((u16*)c.y + at, narrow, sizeof(u16) * size_t(count));
 }
+static void finish_panel(const LinearCall& c, const WeightRows& weight, const float* sums, i64 column) {
+    const i64 count = smaller(c.n - column, PANEL);
+    float f[PANEL] = {};
+    for (i64 i = 0; i < count; i++)
+        f[i] = weight.factors ? weight.factors[(column + i) * weight.factor_step] : 1.0f;
+    for (i64 m = 0; m < c.m; m++) finish(c, sums + m * PANEL, m, column, count, f);
+}
 
-// decode(first row, rows, out): rows of the weight as bfloat16, without the factors that follow the product.
-template <class F>
-static void by_panels(const LinearCall& c, const F& decode, const float* factors, i64 factor_step) {
-    const i64 pairs = c.k / 2;
+// A weight (n, k): each panel is decoded from the rows of its columns, and transposed.
+static void along(const LinearCall& c, const WeightRows& weight, const PairedRows& x) {
+    const i64 pairs = (c.k + 1) / 2, length = 2 * pairs;
     parallel((c.n + PANEL - 1) / PANEL, 1, c.threads, [&](i64 a, i64 b) {
-        const Array<u16> rows(PANEL * c.k);
-        const Array<u32> packed(PANEL * (pairs < DEPTH / 2 ? pairs : DEPTH / 2));
+        const Array<u16> rows(PANEL * length);
+        const Array<u32> packed(PANEL * smaller(pairs, DEPTH / 2));
         const Array<float> sums(c.m * PANEL);
         for (i64 p = a; p < b; p++) {
-            const i64 n0 = p * PANEL, count = c.n - n0 < PANEL ? c.n - n0 : PANEL;
-            memset(rows + count * c.k, 0, sizeof(u16) * size_t((PANEL - count) * c.k));
-            decode(n0, count, rows);
-            float f[PANEL] = {};
-            for (i64 i = 0; i < count; i++) f[i] = factors ? factors[(n0 + i) * factor_step] : 1.0f;
+            const i64 n0 = p * PANEL, count = smaller(c.n - n0, PANEL);
+            weight.decode(n0, count, rows);
+            for (i64 i = count; length > c.k && i-- > 0;) {
+                memmove(rows + i * length, rows + i * c.k, sizeof(u16) * size_t(c.k));
+                rows[i * length + c.k] = 0;
+            }
+            memset(rows + count * length, 0, sizeof(u16) * size_t((PANEL - count) * length));
             for (i64 k = 0; k < pairs; k += DEPTH / 2) {
-                const i64 depth = pairs - k < DEPTH / 2 ? pairs - k : DEPTH / 2;
+                const i64 depth = smaller(pairs - k, DEPTH / 2);
                 transpose<float>((const float*)(u16*)rows + k, pairs, (float*)(u32*)packed, PANEL, PANEL,
                                  depth);
-                for (i64 m = 0; m < c.m; m += HEIGHT)
-                    multiply_rows(c.m - m < HEIGHT ? c.m - m : HEIGHT, (const u32*)c.x + m * pairs + k, pairs,
-                                  packed, depth, sums + m * PANEL, k == 0);
+                multiply_panel(c, x, 2 * k, packed, depth, sums);
             }
-            for (i64 m = 0; m < c.m; m++) finish(c, sums + m * PANEL, m, n0, count, f);
+            finish_panel(c, weight, sums, n0);
         }
     });
 }
 
-template <class E>
-static void linear_float8(const CQuantizer& p, const LinearCall& c) {
-    const VF one[4] = {all(1.0f), all(1.0f), all(1.0f), all(1.0f)};
-    by_panels(
-        c,
-        [&](i64 first, i64 count, u16* out) {
-            decode_run<Bfloat16, E>(c.weight.data + first * c.k, count * c.k, one, 0, out, false);
-        },
-        c.scale_inv, p.family == ROW);
+// Packs `count` columns of rows (depth, ld): each row beside the next one; behind the last one there are
+// zeros.
+static void pack_columns(const u16* rows, i64 ld, i64 depth, i64 count, u32* packed) {
+    alignas(64) u16 order[2][32];
+    for (int i = 0; i < 32; i++) order[0][i] = u16(i / 2 + i % 2 * 32), order[1][i] = u16(order[0][i] + 16);
+    const __m512i low = load<__m512i>(order[0]), high = load<__m512i>(order[1]);
+    const auto mask = [&](i64 first) {
+        return count >= first + 32 ? ~u32(0) : count > first ? (u32(1) << (count - first)) - 1 : 0;
+    };
+    const __mmask32 masks[2] = {mask(0), mask(32)};
+    for (i64 k = 0; k < depth; k += 2, rows += 2 * ld, packed += PANEL)
+        for (int j = 0; j < 2; j++) {
+            const __m512i even = _mm512_maskz_loadu_epi16(masks[j], rows + 32 * j);
+            const __m512i odd = _mm512_maskz_loadu_epi16(k + 1 < depth ? masks[j] : 0, rows + ld + 32 * j);
+            _mm512_storeu_si512(packed + 32 * j, _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_storeu_si512(packed + 32 * j + 16, _mm512_permutex2var_epi16(even, high, odd));
+        }
 }
 
-template <class E, int B, int Codes>
-static void linear_blocks(const CQuantizer& p, const LinearCall& c) {
-    const ScaleLayout s = stored_scale_layout_of(p, c.weight, c.n, c.k, false);
-    const i64 stride = (c.k + Codes - 1) / Codes * unit_of(Codes);
-    const i64 lines = p.row_scaled ? c.n : 1;
-    const bool scaled = c.weight.amax;
-    const Array<float> global(scaled ? lines : 0);
-    for (i64 i = 0; scaled && i < lines; i++) global[i] = c.weight.amax[i] / p.global_divisor;
-    CQuantizer local = p;
-    local.row_scaled = 0;
-    by_panels(
-        c,
-        [&](i64 first, i64 count, u16* out) {
-            const DecodeLines<u16> m{c.weight.data + first * stride, count, c.k, stride, out, c.k, first, 0};
-            LineDecoder<Bfloat16, E, B, Codes>(m, local, s, nullptr, false, false)
-                .run(0, count * ((c.k + B - 1) / B));
-        },
-        scaled ? (const float*)global : nullptr, p.row_scaled);
+// A weight (k, n): all threads decode a band of its rows, then each multiplies panels of columns with it. A
+// band has as many bytes as the sums, which are read and written once a band.
+static void across(const LinearCall& c, const WeightRows& weight, const PairedRows& x) {
+    const i64 panels = (c.n + PANEL - 1) / PANEL;
+    const i64 wanted = (BAND_BYTES > 4 * c.m * c.n ? BAND_BYTES : 4 * c.m * c.n) / (2 * c.n);
+    const i64 height = smaller(smaller(wanted, DEPTH) / BAND_ROWS * BAND_ROWS + BAND_ROWS, c.k);
+    const Array<u16> band(height * c.n);
+    const Array<float> sums(panels * c.m * PANEL);
+    for (i64 k = 0; k < c.k; k += height) {
+        const i64 depth = smaller(c.k - k, height);
+        parallel(depth, BAND_ROWS / 4, c.threads,
+                 [&](i64 a, i64 b) { weight.decode(k + a, b - a, band + a * c.n); });
+        parallel(panels, 1, c.threads, [&](i64 a, i64 b) {
+            const Array<u32> packed(PANEL * ((depth + 1) / 2));
+            for (i64 p = a; p < b; p++) {
+                const i64 n0 = p * PANEL;
+                pack_columns(band + n0, c.n, depth, smaller(c.n - n0, PANEL), packed);
+                multiply_panel(c, x, k, packed, (depth + 1) / 2, sums + p * c.m * PANEL);
+                if (k + depth == c.k) finish_panel(c, weight, sums + p * c.m * PANEL, n0);
+            }
+        });
+    }
+}
+
+static bool serves(const CQuantizer& p, const LinearCall& c) {
+    if (p.rotated == (c.across == COLUMNWISE ? COLUMNWISE : ROWWISE)) return false;
+    // Factors of rows of (k, n) do not follow the sums.
+    return p.family != (c.across ? ROW : COLUMN) && !(c.across == ROWWISE && p.row_scaled);
 }
 #endif
 
-bool linear(const CQuantizer& p, const LinearCall& c) {
+bool linear([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearCall& c) {
 #if QT_ISA == 512
-    if (!__builtin_cpu_supports("avx512bf16") || c.k % 2 || p.family == COLUMN || p.rotated == ROWWISE)
-        return false;
-#define QT_CALL(E, B, CODES) linear_blocks<E, B, CODES>(p, c)
-#define QT_FLOAT8(E) linear_float8<E>(p, c)
-#include "formats.inc"
+    if (!__builtin_cpu_supports("avx512bf16") || !serves(p, c)) return false;
+    (c.across ? across : along)(c, WeightRows(p, c), PairedRows(c));
     return true;
 #else
-    (void)p, (void)c;
     return false;
 #endif
 }

@@ -74,7 +74,7 @@ struct QuantizeCall {
     i64 begin, end;  // a band of rows; x + begin * stride is its first element. All rows where end is 0
 };
 
-// x (m, k) @ weight (n, k).T -> y (m, n), times the factors of the rows of x, plus bias.
+// x (m, k) @ weight -> y (m, n), times the factors of the rows of x, plus bias.
 struct LinearCall {
     const void* x;
     i32 x_dtype;
@@ -87,6 +87,9 @@ struct LinearCall {
     const float* bias;
     void* y;
     i32 dtype, threads;
+    // The weight is (n, k), rowwise (NO_SIDE), or (k, n), of which the data of this Side are read. few_rows()
+    // reads the first kind alone.
+    i32 across;
 };
 
 struct DequantizeCall {
@@ -161,7 +164,7 @@ struct LinearArguments {
     i64 row_factor_step;
     const float* bias;
     void* y;
-    i64 dtype, few;
+    i64 dtype, few, across;
 };
 // An operand of a product of integers, as lines along the contraction. Strides count bytes; those of a line's
 // bytes or of lines are 1.

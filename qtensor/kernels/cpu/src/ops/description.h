@@ -76,7 +76,7 @@ struct Problem {
     bool operator==(const Problem& o) const { return memcmp(this, &o, sizeof o) == 0; }
 };
 // Bits of a choice; none: Python computes the product.
-enum Choice { FEW_ROWS = 1, DECODE = 2, INTEGER = 4 };
+enum Choice { FEW_ROWS = 1, DECODE = 2, INTEGER = 4, DOTS = 8 };
 
 // Return what Python describes, or null if it describes no such text. The result is never freed.
 const Description* quantizer_of(std::string_view text);

@@ -1,8 +1,9 @@
 // The ops gemm, weight_gemm, linear_forward and linear_backward.
 //
-// Python chooses who computes a product (products/choice.py). These ops compute the products of three of its
-// backends: few rows, codes multiplied as integers, and both operands decoded to float32 and multiplied by
-// torch's own mm, whose sums have the same order as in Python under every setting of torch.
+// Python chooses who computes a product (products/choice.py). These ops compute the products of four of its
+// backends: few rows, codes multiplied as integers, bfloat16 dot products, and both operands decoded to
+// float32 and multiplied by torch's own mm, whose sums have the same order as in Python under every setting
+// of torch.
 #include <algorithm>
 
 #include "steps.h"
@@ -11,7 +12,7 @@ namespace ops {
 
 namespace {
 
-// Up to this many products of elements, one thread computes them (integer_products.py).
+// Up to this many products of elements, one thread computes them (integer_products.py, native.py).
 constexpr i64 ONE_THREAD_PRODUCTS = 1 << 23;
 
 // An operand of a product: a plain tensor, or a quantized one by its buffers.
@@ -62,6 +63,11 @@ struct Product {
         return choice != 0;
     }
     bool is_small() const { return std::max(m * n, n * k) <= MOST; }
+    i64 threads() const {
+        u32 count = 1;
+        if (m * n * k > ONE_THREAD_PRODUCTS) check(torch.torch_get_num_threads(&count));
+        return count;
+    }
     const float* bias_values(Scratch& scratch) const {
         if (!bias.handle) return nullptr;
         if (bias.dtype == FLOAT32) return (const float*)bias.data;
@@ -110,7 +116,8 @@ Reach transpose(const Operand& b, Weight& weight) {
         views.push_back(t);
     }
     const Shape turned(b.shape.size[1], b.shape.size[0]);
-    if (find_buffers(*weight.d, views, 0, turned, BY_ROWS, weight.at)) return READABLE;
+    if (find_buffers(*weight.d, views, 0, turned, BY_ROWS, weight.at))
+        return weight.at.at[0] ? READABLE : ACROSS;
     return is_across ? ACROSS : NEITHER;
 }
 
@@ -121,38 +128,40 @@ Reach weight_of(Operand& b, Layout layout, Weight& weight) {
     return READABLE;
 }
 
-// Decodes a to floats without the factors of its rows, which follow the sums.
-bool decode_rows(Operand& a, Scratch& scratch, LinearArguments& to) {
-    if (!a.find(BY_ROWS)) return false;
+// Decodes a (rows, cols) without the factors of its lines, which follow the sums. Lines are rows, or columns
+// where the direction is that of columnwise data.
+bool decode_lines(Operand& a, Direction direction, i64 dtype, Scratch& scratch, LinearArguments& to) {
+    if (!a.find(direction)) return false;
     Description local = *a.d;
     CQuantizer& q = local.quantizer;
     Addresses from = a.at;
-    const i64 m = a.shape.rows(), k = a.shape.cols();
+    const bool columns = direction == BY_COLUMNS, stored = q.family == BLOCK && local.stores_global;
+    const i64 m = a.shape.rows(), k = a.shape.cols(), lines = columns ? k : m;
     bool without_scale = false;
-    float*& global = (float*&)from.at[q.family == BLOCK && local.stores_global ? 9 : 2];
-    if (q.family == TENSOR || q.family == ROW) {
+    float*& global = (float*&)from.at[stored ? 9 + columns : columns ? 6 : 2];
+    if (q.family == TENSOR || q.family == (columns ? COLUMN : ROW)) {
         to.row_factors = from.scale_inv();
-        to.row_factor_step = q.family == ROW;
+        to.row_factor_step = q.family != TENSOR;
         q.family = TENSOR;
         without_scale = true;
-    } else if (global) {
-        float* factors = scratch.floats(m);
-        for (i64 i = 0; i < (q.row_scaled ? m : 1); i++) factors[i] = global[i] / q.global_divisor;
+    } else if (q.family == BLOCK && global) {
+        float* factors = scratch.floats(lines);
+        for (i64 i = 0; i < (q.row_scaled ? lines : 1); i++) factors[i] = global[i] / q.global_divisor;
         to.row_factors = factors;
         to.row_factor_step = q.row_scaled;
         q.row_scaled = 0;
         global = &q.global_divisor;
     }
-    float* values = scratch.floats(m * k);
-    to.x = values, to.x_dtype = FLOAT32, to.stride = k;
-    return decode(local, from, BY_ROWS, m, k, values, FLOAT32, without_scale);
+    void* values = scratch.get(m * k * BYTES[dtype]);
+    to.x = values, to.x_dtype = dtype, to.stride = k;
+    return decode(local, from, direction, m, k, values, dtype, without_scale);
 }
 
 bool multiply_few_rows(const Product& p, Operand& a, const Weight& weight, void* y) {
     Scratch scratch;
     LinearArguments l{};
     if (a.d) {
-        if (!decode_rows(a, scratch, l)) return false;
+        if (!decode_lines(a, BY_ROWS, FLOAT32, scratch, l)) return false;
     } else {
         Rows x;
         if (!x.read(a.plain, scratch)) return false;
@@ -208,12 +217,93 @@ bool multiply_integers(const Product& p, Operand& a, Operand& b, void* y, Scratc
     if (!read_lines(a, p.layout == NT ? BY_COLUMNS : BY_ROWS, scratch, call.a)) return false;
     if (!read_lines(b, p.layout == TN ? BY_ROWS : BY_COLUMNS, scratch, call.b)) return false;
     call.a_quantizer = &a.d->quantizer, call.b_quantizer = &b.d->quantizer;
-    u32 threads = 1;
-    if (p.m * p.n * p.k > ONE_THREAD_PRODUCTS) check(torch.torch_get_num_threads(&threads));
-    call.m = p.m, call.k = p.k, call.n = p.n, call.threads = threads;
+    call.m = p.m, call.k = p.k, call.n = p.n, call.threads = p.threads();
     call.bias = p.bias_values(scratch);
     call.y = y, call.dtype = p.dtype;
     return kernels.integer_products(&call) == 0;
+}
+
+// ---- dot products
+
+// Returns whether the factors of blocks let no value become a subnormal bfloat16 number (dot_products.py:
+// has_normal_values). Blocks of zeros may have smaller factors; Python looks at their codes.
+bool has_normal_factors(const Description& d, Direction direction, const Shape& shape,
+                        const Addresses& from) {
+    if (d.quantizer.family != BLOCK || d.quantizer.scale == SCALE_E4M3) return true;
+    const i32 wanted = d.columnwise[direction] ? 5 : 1;
+    const Slot* slot = std::find_if(d.slot, d.slot + d.slots, [&](auto& s) { return s.position == wanted; });
+    if (slot == d.slot + d.slots) return false;
+    Slot bare = *slot;
+    for (i32 i = 0; i < bare.dims; i++) bare.dim[i].pad = 1;
+    const BufferShape whole(*slot, shape);
+    Shape valid = BufferShape(bare, shape).shape;
+    if (d.quantizer.swizzled && !(valid == whole.shape)) return false;
+    constexpr float LEAST = 0x1p-103f;
+    for (i64 i = 0; i < valid.rows(); i++) {
+        const i64 first = i * whole.shape.cols();
+        bool normal = true;
+        if (d.quantizer.scale == SCALE_E8M0)
+            for (i64 j = 0; j < valid.cols(); j++) normal &= ((const u8*)from.at[wanted])[first + j] >= 24;
+        else
+            for (i64 j = 0; j < valid.cols(); j++)
+                normal &= ((const float*)from.at[wanted])[first + j] >= LEAST;
+        if (!normal) return false;
+    }
+    return true;
+}
+
+// Reads the left operand as bfloat16 rows along the contraction.
+bool read_bfloat16(Operand& a, Layout layout, Scratch& scratch, LinearArguments& to) {
+    if (a.d) {
+        const Direction direction = layout == NT ? BY_COLUMNS : BY_ROWS;
+        if (!decode_lines(a, direction, BFLOAT16, scratch, to)) return false;
+        if (!has_normal_factors(*a.d, direction, a.shape, a.at)) return false;
+    } else {
+        Rows x;
+        if (!x.read(a.plain, scratch)) return false;
+        to.x = x.data, to.x_dtype = x.dtype, to.stride = x.stride;
+    }
+    if (to.x_dtype != BFLOAT16) return false;
+    if (layout != NT) return true;
+    const i64 k = a.shape.rows(), m = a.shape.cols();
+    u16* turned = (u16*)scratch.get(k * m * i64(sizeof(u16)));
+    for (i64 row = 0; row < m; row += 32)
+        for (i64 i = 0; i < k; i++)
+            for (i64 j = row; j < std::min(row + 32, m); j++)
+                turned[j * k + i] = ((const u16*)to.x)[i * to.stride + j];
+    to.x = turned, to.stride = k;
+    return true;
+}
+
+bool multiply_dots(const Product& p, Operand& a, Operand& b, void* y) {
+    Scratch scratch;
+    LinearArguments l{};
+    Weight weight;
+    if (!read_bfloat16(a, p.layout, scratch, l)) return false;
+    const bool both = a.d && b.d;
+    const Direction own = !both ? OWN : p.layout == TN ? BY_ROWS : BY_COLUMNS;
+    // Lines along the contraction hold the value only if they are the data that this product reads.
+    const bool has_lines = p.layout == TN || b.d->columnwise[own] || b.d->quantizer.family != BLOCK;
+    if (has_lines && weight_of(b, p.layout, weight) == READABLE) {
+        const Shape turned(p.n, p.k);
+        if (!has_normal_factors(*weight.d, BY_ROWS, turned, weight.at)) return false;
+        l.quantizer = &weight.d->quantizer;
+        const void* const* at = weight.at.at;
+        l.weight = {(u8*)at[0], (void*)at[1], (float*)at[weight.d->stores_global ? 9 : 2]};
+        l.scale_inv = weight.at.scale_inv();
+    } else {
+        if (p.layout == TN || !b.find(own) || !has_normal_factors(*b.d, own, b.shape, b.at)) return false;
+        const bool columns = b.d->columnwise[own];
+        void* const* at = b.at.at;
+        l.weight = {(u8*)at[4 * columns], at[4 * columns + 1],
+                    (float*)at[b.d->stores_global ? 9 + columns : 4 * columns + 2]};
+        l.quantizer = &b.d->quantizer, l.scale_inv = b.at.scale_inv();
+        l.across = columns ? COLUMNWISE : ROWWISE;
+    }
+    l.m = p.m, l.k = p.k, l.n = p.n, l.threads = p.threads();
+    l.bias = p.bias_values(scratch);
+    l.y = y, l.dtype = p.dtype;
+    return kernels.linear(&l) == 0;
 }
 
 // ---- decoded operands
@@ -279,6 +369,7 @@ bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scr
         if (reach == READABLE) return multiply_few_rows(p, a, weight, y);
         if (reach == NEITHER) return false;
     }
+    if (p.choice & DOTS) return multiply_dots(p, a, b, y);
     return p.choice & DECODE && multiply_decoded(p, a, b, out, y, scratch);
 }
 
