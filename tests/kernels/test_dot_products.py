@@ -1,0 +1,166 @@
+"""Products by bfloat16 dot products: formats, directions and sizes, the same bytes everywhere."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from few_rows_cases import same_bits
+from native_cases import threads
+from test_gemm import assert_product, values
+from torch import Tensor
+
+import qtensor
+from qtensor.kernels.cpu import native
+from qtensor.kernels.products import dot_products
+from qtensor.library import native_ops
+
+Options = dict[str, Any]
+
+FORMATS: list[tuple[str, Options]] = [
+    ("fp8", {}),
+    ("fp8", {"dtype": "e5m2"}),
+    ("fp8_rowwise", {}),
+    ("fp8_rowwise", {"axis": 0}),
+    ("fp8_blockwise", {}),
+    ("fp8_blockwise", {"block_scaling_dim": 2}),
+    ("mxfp8", {}),
+    ("mxfp8", {"swizzled": True}),
+    ("mxfp6", {"packed": True}),
+    ("mxfp6", {"dtype": "e3m2"}),
+    ("mxfp4", {}),
+    ("mxfp4", {"swizzled": True}),
+    ("nvfp4", {}),
+    ("nvfp4", {"row_scaled": True}),
+    ("nvfp4", {"with_2d_quantization": True}),
+    ("nvfp4", {"with_global_scale_inv": True}),
+]
+SHAPES = ((70, 33, 48), (3, 64, 100), (65, 130, 257), (130, 40, 384))
+"""(M, N, K) around panels and blocks; one K is odd."""
+USAGES = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}}
+
+formats = pytest.mark.parametrize(
+    ("fmt", "options"), FORMATS, ids=["-".join((f, *map(str, o))) for f, o in FORMATS]
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _served() -> None:
+    if not dot_products.is_available(native.linear_):
+        pytest.skip(reason="the CPU has no bfloat16 dot products (AVX512-BF16)")
+
+
+def matrix(rows: int, cols: int, fmt: str, options: Options, **usage: bool) -> Any:
+    """A matrix with blocks and rows of many sizes, and some zeros."""
+    x = torch.randn(rows, cols) * torch.exp2(torch.randn(rows, 1) * 3)
+    x[rows // 2] = 0.0
+    return qtensor.quantize(x, fmt, **options, **usage)
+
+
+def is_served(a: Any, b: Any, layout: str, **options: Any) -> bool:
+    """Whether dot products are possible, which the first product behind others shows."""
+    return "possible" in said(a, b, layout, **options) or "chosen" in said(a, b, layout, **options)
+
+
+def said(a: Any, b: Any, layout: str, **options: Any) -> str:
+    return dict(qtensor.explain(a, b, layout, **options).reasons)["dot_products"]
+
+
+@pytest.mark.parametrize("direction", USAGES)
+@pytest.mark.parametrize("layout", ["TN", "NN"])
+@formats
+def test_a_plain_operand(fmt: str, options: Options, layout: str, direction: str) -> None:
+    """The value in float32 sums, within the bound of any order; the same bytes whoever calls."""
+    for turn, (m, n, k) in enumerate(SHAPES):
+        torch.manual_seed(turn)
+        size = (n, k) if layout == "TN" else (k, n)
+        b, x = matrix(*size, fmt, options, **USAGES[direction]), torch.randn(m, k).bfloat16()
+        if not is_served(x, b, layout):
+            assert any(word in said(x, b, layout) for word in ("along the contraction", "matrix"))
+            continue
+        bias = torch.randn(n) if turn % 2 else None
+        right = values(b).T if layout == "TN" else values(b)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            got = qtensor.gemm(x, b, layout, bias, dtype)
+            assert_product(got, values(x), right, bias)
+            with native_ops.left_to_python(), threads(3):
+                same_bits(qtensor.gemm(x, b, layout, bias, dtype), got)
+        with native_ops.left_to_python():
+            named = by_name(x, b, layout)
+        assert named is None or named.isfinite().all()
+
+
+def by_name(a: Any, b: Any, layout: str) -> Tensor | None:
+    """The product by dot products; None where no kernel reads codes that lie across a sum."""
+    try:
+        return qtensor.gemm(a, b, layout, dtype=torch.float32, backend="dot_products")
+    except qtensor.UnsupportedError as error:
+        assert "no kernel reads these buffers" in str(error)  # noqa: PT017
+        return None
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@formats
+def test_both_quantized(fmt: str, options: Options, layout: str) -> None:
+    for turn, (m, n, k) in enumerate(SHAPES):
+        torch.manual_seed(turn)
+        sizes = (k, m) if layout == "NT" else (m, k), (n, k) if layout == "TN" else (k, n)
+        a, b = (matrix(*size, fmt, options, columnwise=True) for size in sizes)
+        if not is_served(a, b, layout):
+            assert "along the contraction" in said(a, b, layout)
+            continue
+        left = values(a, columnwise=True).T if layout == "NT" else values(a)
+        right = values(b).T if layout == "TN" else values(b, columnwise=True)
+        with native_ops.left_to_python():
+            got = by_name(a, b, layout)
+            assert got is not None
+            assert_product(got, left, right)
+            with threads(3):
+                same_bits(by_name(a, b, layout), got)
+        if "chosen" in said(a, b, layout):
+            same_bits(qtensor.gemm(a, b, layout, dtype=torch.float32), got)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
+def test_a_weight_that_is_a_view(name: str) -> None:
+    """Rows, columns and the transpose of a weight; rows of x with a stride."""
+    torch.manual_seed(5)
+    w, x = matrix(96, 256, name, {}), torch.randn(80, 512)[:, :256].bfloat16()
+    whole = qtensor.gemm(x, w, "TN")
+    same_bits(x @ w.t(), whole)
+    same_bits(torch.nn.functional.linear(x[:, None], w)[:, 0], whole)
+    part = qtensor.gemm(x[:, 64:192], w[16:, 64:192], "TN", dtype=torch.float32)
+    assert_product(part, values(x[:, 64:192]), values(w[16:, 64:192].clone()).T)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("both", [False, True], ids=["plain", "both"])
+def test_batches(name: str, both: bool) -> None:
+    """Each matrix has the bytes that it has alone."""
+    torch.manual_seed(6)
+    x, w = torch.randn(3, 70, 64).bfloat16(), torch.randn(3, 48, 64).bfloat16()
+    a = qtensor.quantize(x, name) if both else x.transpose(0, 1).contiguous().transpose(0, 1)
+    b = qtensor.quantize(w, name)
+    got = qtensor.gemm(a, b, "TN", dtype=torch.float32, bias=torch.ones(48))
+    assert_product(got[1], values(a)[1], values(b)[1].T, torch.ones(48))
+    if name in ("fp8_blockwise", "nvfp4"):  # one factor or amax of the stack
+        return
+    same_bits(qtensor.gemm(a[1], b[1], "TN", dtype=torch.float32) + 1, got[1])
+
+
+@pytest.mark.parametrize("direction", USAGES)
+@pytest.mark.parametrize("layout", ["TN", "NN"])
+@pytest.mark.parametrize("fmt", ["fp8_blockwise", "mxfp8", "mxfp4"])
+def test_factors_that_are_too_small(fmt: str, layout: str, direction: str) -> None:
+    """A value below the smallest normal bfloat16 number counts, in C++ and in Python."""
+    for place in itertools.product((0, -1), repeat=2):
+        w = torch.zeros(160, 160)
+        w[place] = 2.0**-128
+        b = qtensor.quantize(w, fmt, **USAGES[direction])
+        x = torch.full((70, 160), 2.0**100).bfloat16()
+        for call in (native_ops.left_to_python(), threads(2)):
+            with call:
+                got = qtensor.gemm(x, b, layout, dtype=torch.float32)
+            assert got.count_nonzero() == 70
