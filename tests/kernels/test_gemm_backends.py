@@ -179,7 +179,9 @@ def test_unknown_backends_and_gradients() -> None:
 
 
 def test_the_reference_by_name_is_the_default_of_a_cpu() -> None:
-    a, b = quantize("fp8", (96, 64), False, 0), quantize("fp8", (16, 64), False, 1)
+    """For operands that no other backend of CPUs takes: factors of blocks in float32."""
+    options = {"force_pow_2_scales": False}
+    a, b = (qtensor.quantize(torch.randn(n, 64), "fp8_blockwise", **options) for n in (96, 16))
     assert torch.equal(qtensor.gemm(a, b, "TN", backend="reference"), qtensor.gemm(a, b, "TN"))
     explanation = qtensor.explain(a, b)
     assert explanation.backend == "reference"

@@ -225,33 +225,6 @@ bool multiply_integers(const Product& p, Operand& a, Operand& b, void* y, Scratc
 
 // ---- dot products
 
-// Returns whether the factors of blocks let no value become a subnormal bfloat16 number (dot_products.py:
-// has_normal_values). Blocks of zeros may have smaller factors; Python looks at their codes.
-bool has_normal_factors(const Description& d, Direction direction, const Shape& shape,
-                        const Addresses& from) {
-    if (d.quantizer.family != BLOCK || d.quantizer.scale == SCALE_E4M3) return true;
-    const i32 wanted = d.columnwise[direction] ? 5 : 1;
-    const Slot* slot = std::find_if(d.slot, d.slot + d.slots, [&](auto& s) { return s.position == wanted; });
-    if (slot == d.slot + d.slots) return false;
-    Slot bare = *slot;
-    for (i32 i = 0; i < bare.dims; i++) bare.dim[i].pad = 1;
-    const BufferShape whole(*slot, shape);
-    Shape valid = BufferShape(bare, shape).shape;
-    if (d.quantizer.swizzled && !(valid == whole.shape)) return false;
-    constexpr float LEAST = 0x1p-103f;
-    for (i64 i = 0; i < valid.rows(); i++) {
-        const i64 first = i * whole.shape.cols();
-        bool normal = true;
-        if (d.quantizer.scale == SCALE_E8M0)
-            for (i64 j = 0; j < valid.cols(); j++) normal &= ((const u8*)from.at[wanted])[first + j] >= 24;
-        else
-            for (i64 j = 0; j < valid.cols(); j++)
-                normal &= ((const float*)from.at[wanted])[first + j] >= LEAST;
-        if (!normal) return false;
-    }
-    return true;
-}
-
 // Reads the left operand as bfloat16 rows along the contraction.
 bool read_bfloat16(Operand& a, Layout layout, Scratch& scratch, LinearArguments& to) {
     if (a.d) {

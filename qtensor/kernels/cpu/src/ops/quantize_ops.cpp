@@ -61,6 +61,44 @@ bool find_buffers(const Description& d, const std::vector<Tensor>& buffers, size
     return true;
 }
 
+// ---- factors
+
+template <class Factor, class Of>
+static bool are_all_least(const Shape& count, Factor least, const Of& of) {
+    for (i64 i = 0; i < count.size[0]; i++) {
+        bool all = true;
+        for (i64 j = 0; j < count.size[1]; j++) all &= of(i, j) >= least;
+        if (!all) return false;
+    }
+    return true;
+}
+bool has_normal_factors(const Description& d, Direction direction, const Shape& shape,
+                        const Addresses& from) {
+    if (d.quantizer.family != BLOCK || d.quantizer.scale == SCALE_E4M3) return true;
+    const i32 wanted = d.columnwise[direction] ? 5 : 1;
+    const Slot* slot = std::find_if(d.slot, d.slot + d.slots, [&](auto& s) { return s.position == wanted; });
+    if (slot == d.slot + d.slots || slot->dims != 2) return false;
+    Slot bare = *slot;
+    for (Dim& dim : bare.dim) dim.pad = 1;
+    const Shape whole = BufferShape(*slot, shape).shape, count = BufferShape(bare, shape).shape;
+    const i64 row = whole.size[1];
+    if (d.quantizer.scale == SCALE_F32) {
+        const float* factors = (const float*)from.at[wanted];
+        return are_all_least(count, 0x1p-103f, [=](i64 i, i64 j) { return factors[i * row + j]; });
+    }
+    const u8* codes = (const u8*)from.at[wanted];
+    const auto straight = [=](i64 i, i64 j) { return codes[i * row + j]; };
+    if (!d.quantizer.swizzled) return are_all_least<u8>(count, 24, straight);
+    if (are_all_least<u8>(whole, 24, straight)) return true;  // padding too, where there is any
+    const bool lines_first = slot->dim[0].per == 1;
+    const i64 tiles = whole.size[lines_first] / 4;
+    return are_all_least<u8>(count, 24, [=](i64 i, i64 j) {
+        const i64 line = lines_first ? i : j, block = lines_first ? j : i;
+        return codes[(line / 128 * tiles + block / 4) * 512 + line % 32 * 16 + line % 128 / 32 * 4 +
+                     block % 4];
+    });
+}
+
 // ---- quantize
 
 // Copies a tensor of any strides to contiguous memory.

@@ -73,6 +73,10 @@ bool quantize_rows(const Description& d, const Rows& x, const Addresses& to, con
 bool decode(const Description& d, const Addresses& from, Direction direction, i64 rows, i64 cols, void* y,
             i64 dtype, bool without_scale = false);
 
+// Returns whether the factors of blocks let no value become a subnormal bfloat16 number (dot_products.py:
+// has_normal_values). Blocks of zeros may have smaller factors; Python looks at their codes.
+bool has_normal_factors(const Description& d, Direction direction, const Shape& shape, const Addresses& from);
+
 // ---- the ops. Each reads its arguments and adds its results; it returns false, with nothing written that
 // the caller sees, if Python must serve the call.
 bool quantize(Arguments& call, Tensors& results);
