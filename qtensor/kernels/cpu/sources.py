@@ -211,7 +211,8 @@ _OF_OPS = ("structs.h", "denormals.h", "attention/calls.h")
 
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
-    names = ("torch_abi", "quantize_ops", "product_ops", "state_ops", "attention_ops", "register")
+    computing = ("quantize_ops", "products", "product_ops", "state_ops", "attention_ops")
+    names = ("torch_abi", *computing, "register")
     flags = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra")
     hidden = ("-fvisibility=hidden", "-DQT_NAMESPACE=ops")
     return BuildSpec(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -278,7 +278,17 @@ def stack_of(t: TensorOrStorage) -> QuantizedTensor | None:
     """Return the stack of which ``t`` is the transpose; None for every other tensor."""
     if isinstance(t, QuantizedTensorStorage) and isinstance(layout_of(t), Transposed):
         return t._parts[0]
+    if isinstance(t, Tensor) and isinstance(t, QuantizedTensorStorage) and _is_permuted_stack(t):
+        return cast("QuantizedTensor", t.mT)
     return None
+
+
+def _is_permuted_stack(t: QuantizedTensorStorage) -> bool:
+    """Return whether t is a ``stack.mT`` with permuted codes, of a format with one factor."""
+    if len(t.shape) != 3 or not t._quantizer.per_tensor or not t._quantizer.rowwise:
+        return False
+    codes = t.buffers()[0]
+    return codes.stride(1) == 1 and codes.stride(2) >= codes.shape[1] > 1
 
 
 def values(t: QuantizedTensorStorage, dtype: torch.dtype | None = None) -> Tensor:

@@ -84,6 +84,7 @@ bool quantize_in_place(Arguments& call, Tensors& results);
 bool dequantize(Arguments& call, Tensors& results);
 bool dequantize_in_place(Arguments& call, Tensors& results);
 bool gemm(Arguments& call, Tensors& results);
+bool grouped_gemm(Arguments& call, Tensors& results);
 bool weight_gemm(Arguments& call, Tensors& results);
 bool linear_forward(Arguments& call, Tensors& results);
 bool linear_backward(Arguments& call, Tensors& results);
