@@ -176,22 +176,26 @@ class _WeightGemmArgs(NamedTuple):
     quantizer: str
     n: SymInt
     bias: Tensor | None = None
+    layout: str = "TN"
 
 
 def _weight_gemm_alloc(args: _WeightGemmArgs) -> Tensor:
+    rule = "layout must be TN or NN"
+    check(args.layout in ("TN", "NN"), "weight_gemm", rule, repr(args.layout), "Choose one of them")
     return empty(args.x, (*args.x.shape[:-1], args.n))
 
 
 def _weight_gemm_fill(out: Tensor, args: _WeightGemmArgs) -> None:
-    x, weight, quantizer, n, bias = args
-    pair = Pair(plain_operand(x), Operand(weight, quantizer, (n, *x.shape[-1:])))
-    FILLS["gemm"](out, GemmArgs(pair, "TN", x.dtype, bias))
+    x, weight, quantizer, n, bias, layout = args
+    shape = (n, *x.shape[-1:]) if layout == "TN" else (*x.shape[-1:], n)
+    pair = Pair(plain_operand(x), Operand(weight, quantizer, shape))
+    FILLS["gemm"](out, GemmArgs(pair, layout, x.dtype, bias))
 
 
 WEIGHT_GEMM = leaf_op(
     "weight_gemm", _WeightGemmArgs, "Tensor", _weight_gemm_alloc, _weight_gemm_fill
 )
-"""``gemm`` in layout TN of plain x (..., K) and the buffers of a quantized weight (N, K).
+"""``gemm`` of plain x (..., K) and the buffers of a quantized weight, (N, K) or (K, N) in layout NN.
 
 A call has half the arguments of ``gemm``: small products are a hot path, and passing arguments is
 most of their time. The dtype of the result is that of x.

@@ -170,16 +170,18 @@ def _gemm(make: Maker) -> Arguments:
 
 
 def _weight_gemm(make: Maker) -> Arguments:
-    n = make.random.choice((32, 48))
-    weight, canonical = make.operand(n, make.columns, columnwise=False)
+    n, layout = make.random.choice((32, 48)), make.random.choice(("TN", "NN"))
+    shape = (n, make.columns) if layout == "TN" else (make.columns, n)
+    weight, canonical = make.operand(*shape, columnwise=False)
     while not canonical:
-        weight, canonical = make.operand(n, make.columns, columnwise=False)
+        weight, canonical = make.operand(*shape, columnwise=False)
     return {
         "x": make.floats(make.rows, make.columns),
         "weight": weight,
         "quantizer": canonical,
         "n": n,
         "bias": make.maybe(make.floats(n)),
+        "layout": layout,
     }
 
 

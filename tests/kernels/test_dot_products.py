@@ -12,9 +12,14 @@ from native_cases import threads
 from torch import Tensor
 
 import qtensor
+from qtensor.core.operand import plain_operand
 from qtensor.kernels.cpu import native
 from qtensor.kernels.products import dot_products
 from qtensor.library import native_ops
+from qtensor.library.define import FILLS
+from qtensor.library.grouped import GROUPED_GEMM
+from qtensor.library.ragged import Groups
+from qtensor.storage.ops.products import operand_of
 from tests.kernels.test_gemm import assert_product, values
 
 Options = dict[str, Any]
@@ -136,19 +141,62 @@ def test_a_weight_that_is_a_view(name: str) -> None:
     assert_product(part, values(x[:, 64:192]), values(w[16:, 64:192].clone()).T)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("both", [False, True], ids=["plain", "both"])
-def test_batches(name: str, both: bool) -> None:
-    """Each matrix has the bytes that it has alone."""
+def alone(stack: Any, i: int) -> Any:
+    """Matrix number i of a stack as a tensor of its own."""
+    return stack[i].clone()
+
+
+STACKS = [f for f in FORMATS if f[1] not in ({"axis": 0}, {"block_scaling_dim": 2})]
+"""Formats of which a matrix of a stack has factors of its own."""
+stacks = pytest.mark.parametrize(
+    ("fmt", "options"), STACKS, ids=["-".join((f, *map(str, o))) for f, o in STACKS]
+)
+
+
+def in_cpp(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    if native_ops.library() is not None:
+        monkeypatch.setitem(FILLS, op, lambda *_: pytest.fail("the Python kernel"))
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+@stacks
+def test_batches(fmt: str, options: Options, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each matrix has the bytes that it has alone, in C++ and in Python; x may have any strides."""
     torch.manual_seed(6)
-    x, w = torch.randn(3, 70, 64).bfloat16(), torch.randn(3, 48, 64).bfloat16()
-    a = qtensor.quantize(x, name) if both else x.transpose(0, 1).contiguous().transpose(0, 1)
-    b = qtensor.quantize(w, name)
-    got = qtensor.gemm(a, b, "TN", dtype=torch.float32, bias=torch.ones(48))
-    assert_product(got[1], values(a)[1], values(b)[1].T, torch.ones(48))
-    if name in ("fp8_blockwise", "nvfp4"):  # one factor or amax of the stack
-        return
-    same_bits(qtensor.gemm(a[1], b[1], "TN", dtype=torch.float32) + 1, got[1])
+    w = qtensor.quantize(torch.randn(3, 128, 96), fmt, **options)
+    x = torch.randn(rows, 3, 96).bfloat16().transpose(0, 1)
+    xq = qtensor.quantize(torch.randn(3, 128, 96).bfloat16(), fmt, **options)
+    for left in (x, xq):
+        with native_ops.left_to_python():
+            want = qtensor.gemm(left, w, "TN", dtype=torch.float32)
+            singles = [
+                qtensor.gemm(m, alone(w, i), "TN", dtype=torch.float32)
+                for i, m in enumerate(x if left is x else [alone(xq, i) for i in range(3)])
+            ]
+        same_bits(want, torch.stack(singles))
+        with monkeypatch.context() as patch:
+            in_cpp(patch, "gemm")
+            same_bits(qtensor.gemm(left, w, "TN", dtype=torch.float32), want)
+        added = qtensor.gemm(left, w, "TN", torch.ones(128), torch.float32)
+        same_bits(added, want + 1)
+
+
+@stacks
+def test_groups(fmt: str, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, none and many; each group has the bytes that it has alone."""
+    torch.manual_seed(7)
+    w = qtensor.quantize(torch.randn(4, 128, 96), fmt, **options)
+    x, ends = torch.randn(90, 96).bfloat16(), torch.tensor([5, 5, 80, 90], dtype=torch.int32)
+    with native_ops.left_to_python():
+        want = torch.nn.functional.grouped_mm(x, w.mT, offs=ends)
+        part = qtensor.gemm(x[5:80], alone(w, 2), "TN")
+    same_bits(want[5:80], part)
+    in_cpp(monkeypatch, "grouped_gemm")
+    same_bits(torch.nn.functional.grouped_mm(x, w.mT, offs=ends), want)
+    matrices = [operand_of(alone(w, i)) for i in range(4)]
+    listed = matrices[0]._replace(buffers=[t for m in matrices for t in m.buffers])
+    groups = Groups([5, 0, 75, 10], None, 4)
+    same_bits(GROUPED_GEMM(*plain_operand(x), *listed, *groups, "TN", x.dtype, None), want)
 
 
 @pytest.mark.parametrize("direction", USAGES)

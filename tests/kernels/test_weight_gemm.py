@@ -37,9 +37,10 @@ def seen(monkeypatch):
         return run
 
     def as_gemm(out, args):
-        x, weight, quantizer, n, bias = args
-        pair = Pair(plain_operand(x), Operand(weight, quantizer, (n, *x.shape[-1:])))
-        gemm(out, GemmArgs(pair, "TN", x.dtype, bias))
+        x, weight, quantizer, n, bias, layout = args
+        shape = (n, *x.shape[-1:]) if layout == "TN" else (*x.shape[-1:], n)
+        pair = Pair(plain_operand(x), Operand(weight, quantizer, shape))
+        gemm(out, GemmArgs(pair, layout, x.dtype, bias))
 
     monkeypatch.setitem(FILLS, "gemm", note("gemm", gemm))
     monkeypatch.setitem(FILLS, "weight_gemm", note("weight_gemm", as_gemm))
@@ -71,18 +72,19 @@ def test_linear_has_the_bytes_of_gemm(case, bias, lead):
 
 @formats
 def test_which_op_serves(case, seen):
-    """A weight with columnwise data or a quantized input needs the arguments of gemm."""
+    """A quantized input needs the arguments of gemm."""
     q, x = weight_of(case), torch.randn(2, K).bfloat16()
     with torch.no_grad():
         F.linear(x, q)
         F.linear(x, q, torch.ones(N).bfloat16())
         x @ q.t()
-        assert seen == ["weight_gemm"] * 3
-        seen.clear()
         torch.randn(2, N).bfloat16() @ weight_of(case, columnwise=True)
+        torch.randn(2, N).bfloat16() @ q
+        assert seen == ["weight_gemm"] * 5
+        seen.clear()
         F.linear(case.quantize(x), q)
         qtensor.gemm(x, q, "TN")
-        assert seen == ["gemm"] * 3
+        assert seen == ["gemm"] * 2
 
 
 def test_sizes_that_do_not_meet():

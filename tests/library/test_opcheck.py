@@ -125,6 +125,7 @@ def weight_gemm(case: FormatCase) -> Iterator[Sample]:
     for x in (torch.randn(48), torch.randn(5, 48).bfloat16(), torch.randn(2, 3, 48)):
         yield (x, weight, q.canonical, 32), {}
     yield (torch.randn(5, 48), weight, q.canonical, 32, torch.randn(32)), {}
+    yield (torch.randn(5, 32), weight, q.canonical, 48, None, "NN"), {}
 
 
 def gemm_tensor(case: FormatCase) -> Iterator[Sample]:

@@ -219,8 +219,12 @@ def _product(
             return gemm_operands(a, cast(Tensor, b).t(), "NN", bias)
         rows = weight
     is_plain = not isinstance(a, QuantizedTensorStorage) and a.dtype in FLOATING
-    if rows is not None and is_plain and len(rows.shape) == 2 and a.shape[-1] == rows.shape[1]:
-        return WEIGHT_GEMM(a, rows.buffers, rows.canonical, rows.shape[0], bias)
+    if is_plain and len(b.shape) == 2:
+        k = a.shape[-1]
+        if rows is not None and k == rows.shape[1]:
+            return WEIGHT_GEMM(a, rows.buffers, rows.canonical, rows.shape[0], bias)
+        if rows is None and k == b.shape[0]:
+            return WEIGHT_GEMM(a, weight.buffers, weight.canonical, b.shape[1], bias, "NN")
     return gemm_operands(a, b, layout, bias)
 
 

@@ -122,8 +122,10 @@ template <class D, class E>
 struct ColumnFactors {
     using T = typename D::T;
     Array<VF> lanes;
+    Array<VH> steps;  // of exponents, in the columns' order, where all factors are powers of two
     bool pow2 = false;
-    explicit ColumnFactors(i64 cols) : lanes((cols + GROUP - 1) / GROUP * 4) {}
+    explicit ColumnFactors(i64 cols)
+        : lanes((cols + GROUP - 1) / GROUP * 4), steps(D::id == BF16 ? (cols + GROUP - 1) / GROUP * 2 : 0) {}
 
     // of(k): the factor of column k.
     template <class F>
@@ -187,6 +189,10 @@ struct ColumnFactors {
         VI odd{};
         for (i64 i = 0; i < (cols + GROUP - 1) / GROUP * 4; i++) odd = odd | unfit_exponents<E>((VI)lanes[i]);
         pow2 = D::id == BF16 && !any(odd);
+        // Even columns in the low halves, odd ones in the high halves, as the words have them.
+        for (i64 i = 0; pow2 && i < (cols + GROUP - 1) / GROUP * 2; i++)
+            steps[i] = (VH)((exponent_steps((VI)lanes[2 * i]) & all(0xffff)) |
+                            exponent_steps((VI)lanes[2 * i + 1]) << 16);
     }
     // Joined: see joined_codes. Where `second` is given, values are multiplied by it, too.
     template <int Joined = 1>
@@ -215,12 +221,9 @@ struct ColumnFactors {
             if (q.pow2) {
                 VH w[2];
                 words<E>(c, q.elements, w);
-                for (int h = 0; h < 2; h++) {
-                    // Even columns in the low halves, odd ones in the high halves, as the words have them.
-                    const VI even = exponent_steps((VI)f[2 * h]), odd = exponent_steps((VI)f[2 * h + 1]);
-                    store_bytes((u8*)(y + h * 2 * W),
-                                (VB)with_exponent<E>(w[h], (VH)((even & all(0xffff)) | odd << 16)), stream);
-                }
+                for (int h = 0; h < 2; h++)
+                    store_bytes((u8*)(y + h * 2 * W), (VB)with_exponent<E>(w[h], q.steps[at / 2 + h]),
+                                stream);
                 return;
             }
         }
@@ -290,9 +293,13 @@ struct LineDecoder {
     void run(i64 first, i64 end) {
         const bool flat = m.length % B == 0;
         i64 line = first / blocks, block = first % blocks;
-        for (i64 at = first; at < end; at += W, block += W) {
+        int lanes = 0;
+        for (i64 at = first; at < end; at += lanes, block += lanes) {
             for (; block >= blocks; block -= blocks) line++;
-            const int lanes = int(end - at < W ? end - at : W);
+            // Long lines with a partial block are decoded one by one, so that their whole blocks lie
+            // together.
+            const i64 here = flat || blocks < W ? W : blocks - block;
+            lanes = int(smaller(smaller(end - at, W), here));
             const bool whole = lanes == W && (block + W) * B <= m.length;
             const bool in = whole || (lanes == W && flat && m.code_stride == blocks * bytes);
             const bool out = whole || (lanes == W && flat && m.stride == m.length);

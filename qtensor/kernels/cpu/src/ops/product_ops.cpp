@@ -20,14 +20,16 @@ bool add_products(Product& p, Operand& a, Operand& b, Tensors& results) {
     Stack lefts, rights;
     if (p.layout != TN || p.bias.handle || !serves(a.shape)) return false;
     if (!lefts.read(a) || !rights.read(b) || lefts.count() != rights.count()) return false;
-    if (!p.plan(lefts.matrix(0), rights.matrix(0))) return false;
+    Scratch first;
+    if (!p.plan(lefts.matrix(0, first), rights.matrix(0, first))) return false;
     // Python decodes whole stacks, and does not decode a stack of x for few rows.
     p.choice &= a.d ? ~(DECODE | FEW_ROWS) : ~DECODE;
     const i64 sizes[3] = {lefts.count(), p.m, p.n};
     u8* y = (u8*)results.add(Shape(3, sizes), p.dtype);
     for (i64 i = 0; i < lefts.count(); i++, y += p.m * p.n * BYTES[p.dtype]) {
         Scratch scratch;
-        if (!multiply(p, lefts.matrix(i), rights.matrix(i), nullptr, y, scratch)) return false;
+        Operand &left = lefts.matrix(i, scratch), &right = rights.matrix(i, scratch);
+        if (!multiply(p, left, right, nullptr, y, scratch)) return false;
     }
     return true;
 }
@@ -89,8 +91,8 @@ bool grouped_gemm(Arguments& call, Tensors& results) {
         x.values[0] = x.values[1] = nullptr;
         b.first = size_t(i * slots), b.at = {};
         b.values[0] = b.values[1] = nullptr;
-        Operand& weight = is_stack ? matrices.matrix(i) : b;
         Scratch scratch;
+        Operand& weight = is_stack ? matrices.matrix(i, scratch) : b;
         if (!p.plan(x, weight) || !multiply(p, x, weight, nullptr, y, scratch)) return false;
         x.plain.data = (const u8*)x.plain.data + x.shape.size[0] * x.plain.stride[0] * BYTES[x.plain.dtype];
         y += x.shape.size[0] * n * BYTES[p.dtype];
@@ -107,8 +109,9 @@ bool weight_gemm(Arguments& call, Tensors& results) {
     if (!weight.d || !call.tensors(1, weight.buffers) || n < 1 || n > MOST_ELEMENTS) return false;
     if (weight.buffers.size() != size_t(weight.d->slots)) return false;
     x.shape = x.plain.shape;
-    weight.shape = Shape(n, x.shape.cols());
-    p.layout = TN;
+    p.layout = call.text(5) == "NN" ? NN : TN;
+    weight.shape = p.layout == TN ? Shape(n, x.shape.cols()) : Shape(x.shape.cols(), n);
+    if (p.layout == TN && call.text(5) != "TN") return false;
     p.dtype = x.plain.dtype;
     return optional_tensor(call, 4, p.bias) && add_product(p, x, weight, results);
 }

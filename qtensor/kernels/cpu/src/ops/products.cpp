@@ -293,13 +293,13 @@ bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scr
 // Returns the entries of a slot's buffer from a matrix to the next one, or -1 if they do not lie so.
 static i64 entries_of_a_matrix(const Description& d, const Slot& slot, const Shape& stack) {
     const Dim& outer = slot.dim[0];
-    const i64 entries = BufferShape(slot, stack).shape.elements();
+    const Shape whole = BufferShape(slot, stack).shape;
     if (outer.axis == ONE) return 0;
-    if (outer.axis == LEAD) return entries / stack.size[0];
+    if (outer.axis == LEAD) return whole.elements() / stack.size[0];
     const i64 rows = stack.size[1];
     if (outer.axis != ROWS || rows % outer.per || (d.quantizer.swizzled && outer.pad > 1 && rows % 128))
         return -1;
-    return entries / BufferShape(slot, stack).shape.size[0] * (rows / outer.per * outer.units);
+    return whole.elements() / whole.size[0] * (rows / outer.per * outer.units);
 }
 
 bool Stack::read(Operand& stack) {
@@ -316,21 +316,39 @@ bool Stack::read(Operand& stack) {
         t.look_at_strides();
         return true;
     }
-    if (!find_buffers(*stack.d, stack.buffers, stack.first, stack.shape, BY_ROWS, at_)) return false;
-    for (i32 i = 0; i < stack.d->slots; i++) {
-        const Slot& slot = stack.d->slot[i];
-        if (!is_read(*stack.d, BY_ROWS, slot)) continue;
-        const i64 entries = entries_of_a_matrix(*stack.d, slot, stack.shape);
-        if (entries < 0) return false;
-        step_[slot.position] = entries * BYTES[slot.dtype];
+    const Description& d = *stack.d;
+    if (!find_buffers(d, stack.buffers, stack.first, stack.shape, BY_ROWS, at_)) return false;
+    for (i32 i = 0; i < d.slots; i++) {
+        const Slot& slot = d.slot[i];
+        if (!is_read(d, BY_ROWS, slot)) continue;
+        const i64 entries = entries_of_a_matrix(d, slot, stack.shape);
+        if (entries >= 0) {
+            step_[slot.position] = entries * BYTES[slot.dtype];
+            continue;
+        }
+        const bool beside = slot.position == 1 && slot.dtype == FLOAT32 && slot.dims == 2 &&
+                            slot.dim[0].axis == COLS && slot.dim[1].axis == ROWS && slot.dim[1].per == 1;
+        if (!beside) return false;
+        const Shape all = BufferShape(slot, stack.shape).shape;
+        lines_ = all.size[0], entries_ = all.size[1], own_ = matrix_.shape.size[0];
+        padded_ = BufferShape(slot, matrix_.shape).shape.size[1];
     }
     return true;
 }
 
-Operand& Stack::matrix(i64 index) {
+Operand& Stack::matrix(i64 index, Scratch& scratch) {
     if (!matrix_.d) matrix_.plain.data = plain_ + index * step_[0];
     for (int i = 0; i < POSITIONS; i++)
         matrix_.at.at[i] = at_.at[i] ? (u8*)at_.at[i] + index * step_[i] : nullptr;
+    if (lines_) {
+        float* own = scratch.floats(lines_ * padded_);
+        const float* all = (const float*)at_.at[1] + index * own_;
+        for (i64 i = 0; i < lines_; i++) {
+            std::copy_n(all + i * entries_, own_, own + i * padded_);
+            std::fill(own + i * padded_ + own_, own + (i + 1) * padded_, 0.0f);
+        }
+        matrix_.at.at[1] = own;
+    }
     matrix_.values[0] = matrix_.values[1] = nullptr;
     return matrix_;
 }

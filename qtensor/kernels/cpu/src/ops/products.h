@@ -75,17 +75,20 @@ struct Product {
 bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch);
 
 // The matrices of a stack (E, rows, cols), whose factors cover all of them.
-struct Stack {
-    // Returns false if the rowwise buffers of a matrix are not parts of those of the stack that lie together.
-    bool read(Operand& stack);
-    i64 count() const { return matrix_.shape.dim ? count_ : 0; }
-    Operand& matrix(i64 index);
-
-private:
+class Stack {
     Operand matrix_;
     i64 count_ = 0, step_[POSITIONS] = {};  // bytes from a matrix to the next one
     Addresses at_;
     const u8* plain_ = nullptr;
+    // Factors that lie beside those of other matrices, (lines, entries) of 4 bytes; those of one matrix are
+    // copied.
+    i64 lines_ = 0, entries_ = 0, own_ = 0, padded_ = 0;
+
+public:
+    // Returns false if the rowwise buffers of a matrix are no part of those of the stack.
+    bool read(Operand& stack);
+    i64 count() const { return count_; }
+    Operand& matrix(i64 index, Scratch& scratch);
 };
 
 }  // namespace ops

@@ -138,7 +138,7 @@ APART const char* leave_to_python(const char* name, Value* stack) {
     F(dequantize_, "lsnt", NOTHING, dequantize_in_place)            \
     F(gemm, "lsnlsnswosw", TENSOR, gemm)                            \
     F(grouped_gemm, "lsnlsnnowswp", TENSOR, grouped_gemm)           \
-    F(weight_gemm, "tlswo", TENSOR, weight_gemm)                    \
+    F(weight_gemm, "tlswos", TENSOR, weight_gemm)                   \
     F(linear_forward, "ttosooo", LIST, linear_forward)              \
     F(linear_backward, "tlwsoo", LIST, linear_backward)             \
     F(delayed_begin_, "ttttttwwswnooow", PAIR, delayed_begin)       \
