@@ -255,8 +255,9 @@ COLUMNS = (
 
 def steps(settings: Settings) -> list[Row]:
     """Return the cells of one step of a small Llama-style model with 8 sequences."""
-    from examples import generate  # noqa: PLC0415 - transformers is an extra
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from examples import generate  # noqa: PLC0415 - transformers is an extra
 
     size = "tiny" if settings.quick else "small"
     torch.manual_seed(0)

@@ -171,8 +171,7 @@ def _gemm(make: Maker) -> Arguments:
 
 def _weight_gemm(make: Maker) -> Arguments:
     n, layout = make.random.choice((32, 48)), make.random.choice(("TN", "NN"))
-    shape = (n, make.columns) if layout == "TN" else (make.columns, n)
-    weight, canonical = make.operand(*shape, columnwise=False)
+    shape, canonical = (n, make.columns)[:: 1 if layout == "TN" else -1], ""
     while not canonical:
         weight, canonical = make.operand(*shape, columnwise=False)
     return {

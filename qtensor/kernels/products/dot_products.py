@@ -131,7 +131,7 @@ def _side_refusal(problem: Problem, side: GemmSide) -> str | None:
     if side.rotated:
         return f"the values of {side.canonical} must be rotated back"
     if side.side == "_columnwise" and len(side.shape) != 2:
-        return "it is no matrix, and its data are columnwise"
+        return "it has columnwise data and is not a matrix"
     return table.refusal(side.quantizer, torch.bfloat16, "cpu")
 
 
