@@ -195,7 +195,7 @@ def _weight_gemm_fill(out: Tensor, args: _WeightGemmArgs) -> None:
 WEIGHT_GEMM = leaf_op(
     "weight_gemm", _WeightGemmArgs, "Tensor", _weight_gemm_alloc, _weight_gemm_fill
 )
-"""``gemm`` of plain x (..., K) and a quantized weight (N, K), or (K, N) in layout NN, by its buffers.
+"""``gemm`` of plain x (..., K) and a quantized weight: (N, K), or (K, N) in layout NN.
 
 A call has half the arguments of ``gemm``: small products are a hot path, and passing arguments is
 most of their time. The dtype of the result is that of x.
