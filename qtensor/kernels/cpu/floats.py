@@ -299,8 +299,8 @@ def _fused(
     if handle is None or native.supports(target.quantizer, target.dtype) is not None:
         return False
     scale, amax, _ = target.factors
-    tensor_wide = scale is None and not amax and _is_tensor_wide(target.quantizer, shape)
-    if y is None and activation is not None and tensor_wide:
+    needs_all = scale is None and not amax and _needs_all_rows(target.quantizer, shape)
+    if y is None and activation is not None and needs_all:
         # To keep the result of an activation costs less than to compute it twice; for a norm it
         # costs more.
         y = torch.empty(shape, dtype=target.dtype)
@@ -318,9 +318,12 @@ def _fused(
     return bool(status == 0)
 
 
-def _is_tensor_wide(quantizer: Any, shape: torch.Size) -> bool:
-    """Return whether the scales depend on the maximum of the whole tensor."""
-    return any(math.prod(size) == 1 for size in quantizer.amax_shapes(shape))
+def _needs_all_rows(quantizer: Any, shape: torch.Size) -> bool:
+    """Return whether scales depend on the maximum of the whole tensor, or of its columns."""
+    if getattr(quantizer, "row_scaled", False):
+        return bool(quantizer.columnwise)
+    axis = getattr(quantizer, "axis", -1)
+    return axis == 0 or any(math.prod(size) == 1 for size in quantizer.amax_shapes(shape))
 
 
 KERNELS: dict[str, Callable[..., bool]] = {

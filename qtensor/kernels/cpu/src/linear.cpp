@@ -5,13 +5,11 @@
 #include <cstring>
 
 #include "avx512_rotation.h"
+#include "calls.h"
 #include "memory.h"
 #include "threads.h"
 
 namespace QT_NAMESPACE {
-
-template <class D>
-bool dequantize_as(const CQuantizer& quantizer, const DequantizeCall& call);
 
 #if QT_ISA == 512
 #define BF16_DOT __attribute__((target("avx512bf16")))

@@ -26,10 +26,8 @@ bool quantize_as(const CQuantizer& p, const QuantizeCall& c) {
     return true;
 }
 
-// False, with nothing written, where factors span columns: they need all rows first.
 template <class D>
 bool fused_as(const CQuantizer& p, const QuantizeCall& c, Producer& producer) {
-    if (p.family == COLUMN || (p.row_scaled && c.column.data)) return false;
     FusedQuantizer<D> fused(p, c, producer, c.rows * c.cols > STREAMED);
 #define QT_CALL(E, B, CODES) fused.template blocks<E, B, CODES>()
 #define QT_FLOAT8(E) fused.template float8<E>()

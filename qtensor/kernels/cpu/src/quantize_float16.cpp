@@ -56,12 +56,7 @@ template <>
 bool quantize_as<Float16>(const CQuantizer& p, const QuantizeCall& c) {
     if (c.rows * c.cols == 0) return quantize_as<Float32>(p, c);
     WideRows rows(c);
-    if (fused_as<Float32>(p, wide_call(c, nullptr), rows)) return true;
-    // Factors that span columns need all rows at once.
-    const Array<float> all(c.rows * c.cols);
-    parallel(c.rows, 1, c.threads,
-             [&](i64 begin, i64 end) { rows.rows(begin, end, all + begin * c.cols, false); });
-    return quantize_as<Float32>(p, wide_call(c, all));
+    return fused_as<Float32>(p, wide_call(c, nullptr), rows);
 }
 
 }  // namespace QT_NAMESPACE

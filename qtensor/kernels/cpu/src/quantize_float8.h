@@ -161,29 +161,36 @@ struct Float8Quantizer {
     }
 
     void columns() {
-        i32* amax = (i32*)c.scale_inv;
-        if (!c.scale && !c.row.given) amax_columns<D>(c, false, amax);
-        if (!c.scale && c.row.given) memcpy(amax, c.row.given, sizeof(i32) * size_t(c.cols));
-        const i64 groups = (c.cols + GROUP - 1) / GROUP;
+        const bool own = !c.scale && !c.row.given;
+        if (own) amax_columns<D>(c, false, (i32*)c.scale_inv);
+        encode_columns(ColumnScales(*this), own);
+    }
+
+    // What encodes each column, from given factors, given maxima, or the maxima that are where the inverse
+    // factors will be, which it stores.
+    struct ColumnScales {
+        const Array<VF> lanes;
         bool odd = false;
-        for (i64 k = 0; c.scale && k < c.cols; k++) odd |= is_odd(c.scale[k]);
-        const Array<VF> factors(4 * groups);
-        for (i64 g = 0; g < groups; g++)
-            for (int j = 0; j < 4; j++)
-                for (int i = 0; i < W; i++) {
-                    const i64 k = g * GROUP + position<D>(j, i);
-                    float factor = 0.0f;
-                    if (k < c.cols) factor = c.scale ? c.scale[k] : scale_of(amax[k]);
-                    factors[4 * g + j][i] = factor;
-                }
-        for (i64 g = 0; g < groups; g++)
-            for (int j = 0; j < 4; j++)
-                for (int i = 0; i < W; i++) {
-                    const i64 k = g * GROUP + position<D>(j, i);
-                    if (k < c.cols) c.scale_inv[k] = 1.0f / factors[4 * g + j][i];
-                }
-        tiles(FiniteCheck{odd, !odd}, !c.scale && !c.row.given,
-              [&](i64 k) { return LaneFactors<D, E>{factors + k / W}; });
+
+        explicit ColumnScales(const Float8Quantizer& q) : lanes((q.c.cols + GROUP - 1) / GROUP * 4) {
+            const QuantizeCall& c = q.c;
+            i32* amax = (i32*)c.scale_inv;
+            if (!c.scale && c.row.given) memcpy(amax, c.row.given, sizeof(i32) * size_t(c.cols));
+            for (i64 k = 0; c.scale && k < c.cols; k++) odd |= is_odd(c.scale[k]);
+            for (i64 g = 0; g * GROUP < c.cols; g++)
+                for (int j = 0; j < 4; j++)
+                    for (int i = 0; i < W; i++) {
+                        const i64 k = g * GROUP + position<D>(j, i);
+                        float factor = 0.0f;
+                        if (k < c.cols) factor = c.scale ? c.scale[k] : q.scale_of(amax[k]);
+                        lanes[4 * g + j][i] = factor;
+                        if (k < c.cols) c.scale_inv[k] = 1.0f / factor;
+                    }
+        }
+    };
+    void encode_columns(const ColumnScales& scales, bool again) {
+        tiles(FiniteCheck{scales.odd, !scales.odd}, again,
+              [&](i64 k) { return LaneFactors<D, E>{scales.lanes + k / W}; });
     }
 
     // A given factor that is no positive finite number: signs and NaN are those of the products.

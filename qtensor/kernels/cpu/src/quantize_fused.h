@@ -67,8 +67,35 @@ struct FusedQuantizer {
     void float8() {
         if (p.family == TENSOR)
             tensor<E>();
-        else
+        else if (p.family == ROW)
             rows<E>();
+        else
+            columns<E>();
+    }
+
+    // The maxima of columns over all rows, as amax_columns finds them.
+    void find_columns(const QuantizeCall& alone, bool finite, i32* out) const {
+        const Array<i32> own(c.cols);
+        amax_columns<D>(alone, finite, own);
+        for (i64 k = 0; k < c.cols; k++) raise(out + k, own[k]);
+    }
+
+    template <class E>
+    void columns() {
+        using Float8 = Float8Quantizer<D, E>;
+        const bool own = !c.scale && !c.row.given;
+        if (own) {
+            memset(c.scale_inv, 0, sizeof(float) * size_t(c.cols));
+            bands(false, [&](const QuantizeCall&, const QuantizeCall& alone) {
+                find_columns(alone, false, (i32*)c.scale_inv);
+            });
+        }
+        Float8 all(p, c, stream);
+        const typename Float8::ColumnScales scales(all);
+        if (own && c.x) return all.encode_columns(scales, true);
+        bands(own, [&](const QuantizeCall& part, const QuantizeCall&) {
+            Float8(p, part, stream).encode_columns(scales, false);
+        });
     }
 
     template <class E>
@@ -129,13 +156,17 @@ struct FusedQuantizer {
         const bool row = p.square || c.row.data, column = !p.square && c.column.data;
         const Buffers& first = p.square && !c.row.amax ? c.column : c.row;
         i32 of_rows = 0, of_columns = 0;
+        if (column && p.row_scaled && !c.column.given)
+            memset(c.column.amax, 0, sizeof(float) * size_t(c.cols));
         const bool wanted = (row && !first.given && !p.row_scaled) || (column && !c.column.given);
         if (wanted)
             bands(false, [&](const QuantizeCall& part, const QuantizeCall& alone) {
                 Band band(p, part, stream);
-                if (row && !first.given)
+                if (row && !first.given && !p.row_scaled)
                     raise(&of_rows, band.row.rotate ? band.rotated(false) : amax_tensor<D>(alone, true));
-                if (column && !c.column.given)
+                if (column && !c.column.given && p.row_scaled)
+                    find_columns(alone, true, (i32*)c.column.amax);
+                else if (column && !c.column.given)
                     raise(&of_columns, band.column.rotate ? band.rotated(true) : amax_tensor<D>(alone, true));
             });
         GlobalScale along_rows{}, along_columns{};
@@ -147,26 +178,26 @@ struct FusedQuantizer {
             if (p.square && c.row.amax && c.column.amax)
                 *c.column.amax = c.column.given ? *c.column.given : *c.row.amax;
         }
-        if (column) {
+        if (column && p.row_scaled) {
+            if (c.column.given) memcpy(c.column.amax, c.column.given, sizeof(float) * size_t(c.cols));
+        } else if (column) {
             *c.column.amax = c.column.given ? *c.column.given : bits<float>(of_columns);
             along_columns = nvfp4_global(*c.column.amax, p.e4m3_max);
         }
-        if (wanted && c.x) {
-            Band all(p, c, stream);
-            all.row.global = along_rows;
-            all.column.global = along_columns;
-            all.encode();
-            return;
-        }
-        bands(wanted, [&](const QuantizeCall& part, const QuantizeCall& alone) {
-            Band band(p, part, stream);
+        // `alone`: the rows of the band, whose maxima each row has of its own.
+        const auto encode = [&](Band&& band, const QuantizeCall& alone, i64 begin) {
             band.row.global = along_rows;
             band.column.global = along_columns;
-            if (p.row_scaled) {
-                if (!first.given) amax_rows<D>(alone, true, (i32*)first.amax + part.begin);
+            if (row && p.row_scaled) {
+                if (!first.given) amax_rows<D>(alone, true, (i32*)first.amax + begin);
                 band.row.line_amax = first.amax;
             }
+            if (column && p.row_scaled) band.column.line_amax = c.column.amax;
             band.encode();
+        };
+        if (wanted && c.x) return encode(Band(p, c, stream), c, 0);
+        bands(wanted, [&](const QuantizeCall& part, const QuantizeCall& alone) {
+            encode(Band(p, part, stream), alone, part.begin);
         });
     }
 };
