@@ -13,11 +13,6 @@ from torch import Tensor
 from qtensor.kernels import table
 
 ops = torch.ops.qtensor
-UNFUSED = {
-    "fp8_rowwise": lambda q: q.axis == 0,
-    "nvfp4": lambda q: q.row_scaled and q.columnwise,
-}
-"""Factors that span columns need all rows first: these are left to the two ops."""
 
 
 def assert_all_same(got: list[Tensor], want: list[Tensor], name: str) -> None:
@@ -50,7 +45,7 @@ class Watched:
 
 
 def check(x: Tensor, q: Any, call: Any, keep: bool, seed: int = 0) -> None:
-    """Compare both fused ops on ``x`` with the pairs; a kernel serves all but ``UNFUSED``."""
+    """Compare both fused ops on ``x`` with the pairs; a kernel serves every quantizer."""
     weight = torch.randn(x.shape[-1])
     kind = ("rmsnorm", "layernorm")[seed % 2]
     settings = (kind, 1e-5, seed % 3 == 0, (x.dtype, torch.bfloat16)[seed % 2])
@@ -63,5 +58,4 @@ def check(x: Tensor, q: Any, call: Any, keep: bool, seed: int = 0) -> None:
         assert_all_same(got, want, q.canonical)
         got = ops.activation_quantize(x, act, q.canonical, keep=keep, **call)
         assert_all_same(got, pair_of_activation(x, act, q.canonical, call, keep), q.canonical)
-    fused = not UNFUSED.get(q.format, lambda _: False)(q)
-    assert watched.answers == [fused, fused], f"{q.canonical}: who serves has changed"
+    assert watched.answers == [True, True], f"{q.canonical}: who serves has changed"
