@@ -66,7 +66,9 @@ if TYPE_CHECKING:
         merge_lora_,
         prepare_qat_,
         quantize_,
+        rotate_,
         search,
+        smooth_,
     )
 
 __all__ = [
@@ -143,7 +145,9 @@ __all__ = [
     "recipes",
     "record_amax_",
     "revert_",
+    "rotate_",
     "search",
+    "smooth_",
     "to_tensor_proto",
     "varlen_attention",
 ]
@@ -198,6 +202,8 @@ _LAZY = {
     "model_report": "qtensor.reporting",
     "ops": "qtensor.ops",
     "quantize_": "qtensor.weights",
+    "rotate_": "qtensor.weights",
+    "smooth_": "qtensor.weights",
     "optim": "qtensor.optim",
     "prepare_qat_": "qtensor.weights",
     "recipes": "qtensor.recipes",

@@ -10,6 +10,7 @@ from torch import Tensor
 from qtensor.api import Format
 from qtensor.caches.global_value import wide_value
 from qtensor.caches.options import (
+    Asked,
     Options,
     check_counts,
     check_update,
@@ -99,8 +100,9 @@ class KVCache:
         """
         sizes = {"batch": batch, "heads": heads, "head_size": head_size, "capacity": capacity}
         check_counts("KVCache", 1, **sizes, v_head_size=v_head_size)
-        options = {"window": window, "page_size": page_size, "pages": pages, "residual": residual}
-        check_counts("KVCache", 0, **options)
+        check_counts(
+            "KVCache", 0, window=window, page_size=page_size, pages=pages, residual=residual
+        )
         place = torch.device(device or "cpu")
         self.capacity, self.window, self.grow, self.dtype = capacity, window, grow, dtype
         self.residual = residual
@@ -110,8 +112,8 @@ class KVCache:
             own = Pages.assigned(batch, capacity, page_size, pages, place)
         if latent:
             rule = "a latent cache takes no v_format, v_global or k_mean"
-            excluded = {"v_format": v_format, "v_global": v_global, "k_mean": k_mean}
-            got = ", ".join(name for name, option in excluded.items() if option is not None)
+            options = {"v_format": v_format, "v_global": v_global, "k_mean": k_mean}
+            got = ", ".join(name for name, option in options.items() if option is not None)
             check(not got, "KVCache", rule, got, f"Leave {got} out")
         formats = (k_format, None if latent else k_format if v_format is None else v_format)
         layout = Layout(batch, heads, capacity, head_size, v_head_size or head_size, place)
@@ -241,10 +243,9 @@ class KVCache:
                 with a mean.
             UnsupportedError: a ring of pages has forgotten tokens that a query would see.
         """
-        given = (positions, first, mask, causal, soft_cap, sinks, scale, window)
-        options = query_options(q, self.window, self.k_mean is not None, *given)
-        if self.k_mean is not None:
-            options = without_mean(options, q, self.k_mean)
+        asked = Asked(positions, first, mask, causal, soft_cap, sinks, scale, window)
+        options = query_options(q, asked, self.window, self.k_mean is not None)
+        options = without_mean(options, q, self.k_mean)
         self._all.check_ring(q.shape[2], self.lengths, options)
         if self._recent is None:
             result: Tensor = self._all.attend(ATTENTION, q, self.lengths, options)
@@ -284,8 +285,8 @@ class KVCache:
         Returns:
             (B, Hq, N, E).
         """
-        complete = query_options(q, self.window, self.k_mean is not None, **options)
-        check_update(q, k, complete, self.lengths)
+        asked = query_options(q, Asked(**options), self.window, self.k_mean is not None)
+        check_update(q, k, asked, self.lengths)
         check_values(v, latent=self._all.v is None)
         count = k.shape[2]
         step = min(store.step for store in self._stores)

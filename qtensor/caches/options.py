@@ -56,41 +56,46 @@ class Options(NamedTuple):
         return torch.where(late, self.mask, -torch.inf)
 
 
-def query_options(
-    q: Tensor,
-    cache_window: int,
-    has_mean: bool,
-    positions: Tensor | None = None,
-    first: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool = True,
-    soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Options:
+class Asked(NamedTuple):
+    """The arguments of ``KVCache.attention`` beside the queries."""
+
+    positions: Tensor | None = None
+    first: Tensor | None = None
+    mask: Tensor | None = None
+    causal: bool = True
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    scale: float | None = None
+    window: int | None = None
+
+
+def query_options(q: Tensor, asked: Asked, cache_window: int, has_mean: bool) -> Options:
     """Return the options of ``KVCache.attention`` for the queries ``q``.
 
     Raises:
         QTensorError: a soft cap for keys without their mean, with which it does not commute.
     """
     rule, fix = "keys without their mean change capped scores", "Leave out k_mean"
-    fits = not (has_mean and soft_cap)
-    check(fits, "KVCache.attention", rule, f"soft_cap={soft_cap}", fix)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    fits = not (has_mean and asked.soft_cap)
+    check(fits, "KVCache.attention", rule, f"soft_cap={asked.soft_cap}", fix)
+    scale = q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
+    window = asked.window
     if window is None:
-        window = cache_window if causal else 0
-    return Options(scale, causal, window, soft_cap, positions, first, mask, sinks)
+        window = cache_window if asked.causal else 0
+    numbers = (scale, asked.causal, window, asked.soft_cap)
+    return Options(*numbers, asked.positions, asked.first, asked.mask, asked.sinks)
 
 
-def without_mean(options: Options, q: Tensor, mean: Tensor) -> Options:
+def without_mean(options: Options, q: Tensor, mean: Tensor | None) -> Options:
     """Return options for keys without their mean: sinks become smaller by what it adds to scores.
+
+    Without a mean, they are as they were.
 
     Raises:
         QTensorError: the sinks have a wrong shape.
     """
     sinks = options.sinks
-    if sinks is None:
+    if sinks is None or mean is None:
         return options
     check_options("KVCache.attention", q, options)
     mean = mean.repeat_interleave(q.shape[1] // mean.shape[-2], -2).unsqueeze(-2)
@@ -130,9 +135,11 @@ def check_update(q: Tensor, k: Tensor, options: Options, lengths: Tensor) -> Non
     rule = "q must have the sequences, tokens and head size of k, and a multiple of its heads"
     same = q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:] and q.shape[1] % k.shape[1] == 0
     check(same, name, rule, f"q {tuple(q.shape)}, k {tuple(k.shape)}", "Fix one of them")
+    if torch.compiler.is_compiling():
+        return  # The op checks when the graph runs, after the append.
     check_options(name, q, options)
-    # A graph, or a host that does not wait for a device, cannot ask for the lengths.
-    if mask is not None and lengths.is_cpu and not torch.compiler.is_compiling():
+    # A host that does not wait for a device cannot ask for the lengths.
+    if mask is not None and lengths.is_cpu:
         most = int(lengths.max()) + k.shape[2]
         rule = f"the mask must cover the longest sequence, {most} tokens"
         check(mask.shape[3] >= most, name, rule, tuple(mask.shape), "Pass a longer mask")

@@ -7,8 +7,10 @@ from qtensor.weights.merge_report import LayerMerge, Merge
 from qtensor.weights.merging import merge_lora_
 from qtensor.weights.qat import convert_qat_, prepare_qat_
 from qtensor.weights.quantize import quantize_
+from qtensor.weights.rotation import rotate_
 from qtensor.weights.rounding import Rounding
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
+from qtensor.weights.smoothing import smooth_
 
 __all__ = [
     "CalibratedInput",
@@ -25,5 +27,7 @@ __all__ = [
     "merge_lora_",
     "prepare_qat_",
     "quantize_",
+    "rotate_",
     "search",
+    "smooth_",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks import rounding
+from benchmarks import outliers, rounding
 from examples import small_gpt
 from qtensor.weights.rounding import ROUNDINGS
 
@@ -120,6 +120,24 @@ def test_rows(text, tmp_path, monkeypatch, capsys):
     assert run(tmp_path, "--parts", "gpt")[0]["rows"] == data["rows"]
     assert (tmp_path / "rows").read_text() == measured
     assert "case" not in capsys.readouterr().out
+
+
+def test_outliers(text, tmp_path, monkeypatch, capsys):
+    """Each preparation has a score for each rounding, with inputs in both precisions."""
+    path = tmp_path / "gpt.pt"
+    small_gpt.save(small_gpt.GPT(TINY).eval(), TINY, path)
+    arguments = ("--quick", "--threads", str(torch.get_num_threads()), "--output", str(tmp_path))
+    arguments += ("--model", str(path), "--rows", str(tmp_path / "rows"), "--parts", "gpt")
+    outliers.main(arguments)
+    (found,) = tmp_path.glob("outliers*.json")
+    rows = json.loads(found.read_text())["rows"]
+    kinds = [(row["inputs"], row["kind"]) for row in rows]
+    inputs = ("float32", "mxfp4")
+    assert kinds == [(each, kind) for each in inputs for kind in outliers.PREPARATIONS]
+    assert all(math.isfinite(row[name]) for row in rows for name in outliers.ROUNDINGS)
+    measured = (tmp_path / "rows").read_text()
+    outliers.main(arguments)
+    assert (tmp_path / "rows").read_text() == measured
 
 
 @pytest.mark.nightly(reason="a search, and sixty measurements of a model")

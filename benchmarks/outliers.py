@@ -1,0 +1,122 @@
+"""Benchmark of `rotate_` and `smooth_`, by what models of four and six bits lose.
+
+``python -m benchmarks.outliers --model small_gpt.pt [--quick] [--rows FILE] [--output DIR]``
+quantizes the models of ``benchmarks/rounding.py`` after each preparation, with inputs in high
+precision and with inputs in the format of the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import qtensor
+from benchmarks import machine, suite
+from benchmarks.report import Column, Report, Row
+from benchmarks.rounding import NAMES, Part, language_model, sentence_model
+from benchmarks.settings import parser
+from benchmarks.settings import settings as settings_of
+from qtensor.modules.input_hook import QUANTIZER, set_input_step
+from qtensor.modules.input_quantizer import InputQuantizer
+
+TITLE = "What rotations and folded scales save"
+TEXT = (
+    "The linear layers of a model are prepared, then quantized by `qtensor.quantize_` with each "
+    "`rounding`. *rotate*: `rotate_`; *smooth*: `smooth_` for the formats of the row; *both*: in "
+    "this order. *inputs*: the format to which each layer rounds its inputs, or float32. The "
+    "models and their scores are those of [rounding](rounding_cpu.md), with {windows} windows and "
+    "{batches} windows of calibration (GPT), {unseen} docstrings and {seen} for calibration "
+    "(MiniLM). In float32, the GPT has a perplexity of {plain:.4f}, and MiniLM a cosine of 1. One "
+    "seed."
+)
+FORMATS = ("mxfp4", "nvfp4", "mxfp6")
+ROUNDINGS = ("nearest", "mse", "gptq_mse")
+PREPARATIONS = ("none", "smooth", "rotate", "both")
+PARTS = ("gpt", "minilm")
+
+
+def prepared(part: Part, kind: str, fmt: str, inputs: str | None) -> nn.Module:
+    """Return a copy of a model after a preparation."""
+    model, calibration, _ = part
+    model = copy.deepcopy(model)
+    if kind in ("rotate", "both"):
+        qtensor.rotate_(model, calibration[:1])
+    if kind in ("smooth", "both"):
+        qtensor.smooth_(model, fmt, calibration, inputs=inputs)
+    return model
+
+
+def measure(part: Part, kind: str, fmt: str, inputs: str | None) -> dict[str, float]:
+    """Return the score of each rounding."""
+    _, calibration, score = part
+    base, scores = prepared(part, kind, fmt, inputs), {}
+    for rounding in ROUNDINGS:
+        model = copy.deepcopy(base)
+        needs = calibration if rounding == "gptq_mse" else None
+        qtensor.quantize_(model, fmt, rounding=rounding, calibration=needs)
+        for layer in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+            if inputs is not None:
+                set_input_step(layer, QUANTIZER, InputQuantizer(inputs))
+        scores[rounding] = score(model)
+    return scores
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write the results."""
+    command = parser("outliers", __doc__)
+    command.add_argument("--model", type=Path, default=Path("small_gpt.pt"), help="of small_gpt.py")
+    command.add_argument("--rows", type=Path, help="file that keeps rows of an interrupted run")
+    command.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="(default: all)")
+    command.set_defaults(peers="none")
+    options = command.parse_args(arguments)
+    settings = settings_of(options)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    sizes = (64, 16, 32, 32) if options.quick else (128, 64, 128, 256)
+    windows, batches, seen, unseen = sizes
+    path: Path | None = options.rows
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    rows: list[Row] = [json.loads(line) for line in lines]
+    gpt = language_model(options.model, options.quick, windows, batches)
+    plain = gpt[2](gpt[0])
+    makers: dict[str, Callable[[], Part]] = {
+        "gpt": lambda: gpt,
+        "minilm": lambda: sentence_model(seen, unseen),
+    }
+    formats = FORMATS[:1] if options.quick else FORMATS
+    for name in options.parts:
+        part = makers[name]()
+        for fmt in formats:
+            for inputs in (None, fmt):
+                for kind in PREPARATIONS:
+                    row: dict[str, Any] = {"model": NAMES[name], "weights": fmt}
+                    row |= {"inputs": inputs or "float32", "kind": kind}
+                    if any(row.items() <= done.items() for done in rows):
+                        continue
+                    rows.append(row | measure(part, kind, fmt, inputs))
+                    print(rows[-1], flush=True)
+                    if path is not None:
+                        with path.open("a") as file:
+                            file.write(json.dumps(rows[-1]) + "\n")
+    present = {row["model"] for row in rows}
+    absent = [f"{name}: not measured in this run" for name in NAMES.values() if name not in present]
+    text = TEXT.format(windows=windows, batches=batches, plain=plain, unseen=unseen, seen=seen)
+    columns = (
+        Column("weights", "weights"),
+        Column("inputs", "inputs"),
+        Column("kind", "preparation"),
+        *(Column(rounding, f"`{rounding}`", 4) for rounding in ROUNDINGS),
+    )
+    here = machine.environment(settings.threads, {})
+    report = Report("outliers", TITLE, text, here, columns, ("model",), tuple(rows), tuple(absent))
+    return suite.finish(report, settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""``rotate_``: spread outliers over channels before quantizing; the model stays equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.core.errors import check
+from qtensor.modules.conversion import Conversion, LayerReport
+from qtensor.modules.input_hook import TRANSFORM, set_input_step
+from qtensor.modules.input_transform import InputTransform, hadamard_matrix, rotate
+from qtensor.weights.layers import Filter, LinearLayer, is_experts, linear_layers
+from qtensor.weights.measurement import evaluating
+from qtensor.weights.metrics import as_batches, call, same_random_numbers
+from qtensor.weights.norms import NormReaders, find_norms
+
+OP = "rotate_"
+LEAST = 16
+"""The smallest group of channels that is worth a rotation: a block of NVFP4."""
+_TOLERANCE = {torch.float32: 1e-3}
+"""The most by which outputs may move, as a share of the largest one; 0.05 for other dtypes."""
+
+
+def rotate_(
+    model: nn.Module,
+    calibration: Iterable[Any],
+    filter_fn: Filter | None = None,
+    *,
+    size: int = 128,
+    residual: bool = True,
+) -> Conversion:
+    """Rotate the channels that linear layers read, so that their outliers become small.
+
+    Call it before ``quantize_``: weights, and inputs that are quantized too, then lose less. The
+    rotations are block-diagonal Hadamard matrices (QuaRot, Ashkboos et al., 2024; SpinQuant, Liu et
+    al., 2024). The function computes what it computed before: each rotation is undone by the
+    rotated weight.
+
+    - *residual*: what all layers add to and read from, behind RMSNorms. The norms' weights and the
+      rotation are folded into the embeddings and layers around it, which costs nothing at run time.
+    - *inputs*: all other layers (``nn.Linear``) get an ``InputTransform``, which rotates
+      their inputs at each call.
+
+    Args:
+        model: the root, with plain weights. It is changed in place.
+        calibration: inputs of the model, as ``quantize_`` takes them. The first shows which layers
+            read which norm, and the outputs of all before and after are compared.
+        filter_fn: ``(module, name) -> bool`` selects layers whose inputs are rotated at each call.
+        size: channels of a group of such an input, or fewer where it does not divide them.
+        residual: False leaves out the rotation of the residual.
+
+    Returns:
+        Reports of the layers that were rotated, and of the others with the reason.
+
+    Raises:
+        QTensorError: the size is not a power of two, no layer can be rotated, or the outputs moved
+            by more than 1e-3 of the largest one (float32; 0.05 for other dtypes). The model is as
+            before.
+    """
+    rule, fix = "size is a power of two of at least 16", "Pass 128"
+    check(size >= LEAST and power_of_two_in(size) == size, OP, rule, size, fix)
+    layers, skipped = linear_layers(OP, model, filter_fn, plain=True)
+    batches = as_batches(OP, "calibration", calibration)
+    swapped: list[LayerReport] = []
+    with evaluating(model), torch.no_grad(), same_random_numbers(model):
+
+        def outputs() -> list[Tensor]:
+            return [call(OP, f"calibration[{i}]", model, b) for i, b in enumerate(batches)]
+
+        want = outputs()
+        plan, why = Residual.of(model, batches[0]) if residual else (None, "residual=False")
+        done: set[int] = set()
+        before = [] if plan is None else plan.values()
+        if plan is not None:
+            plan.rotate()
+            if (moved := moved_by(outputs(), want)) is None:
+                done = {id(p) for p in plan.readers.values()}
+                note = f"reads the residual, rotated in groups of {plan.size}"
+                swapped += [LayerReport(n, shape_of(p), note) for n, p in plan.readers.items()]
+            else:
+                plan.restore(before)
+                why = f"its outputs would move by {moved:.1e}: the residual has other readers"
+        if not done and residual:
+            skipped.append(LayerReport("(residual)", "", f"not rotated: {why}"))
+        online = {}
+        for name, layer in layers.items():
+            group = min(size, power_of_two_in(layer.stored[0].shape[-1]))
+            if id(layer.stored[0]) in done:
+                continue
+            if reason := _obstacle(layer, group):
+                skipped.append(LayerReport(name or "(root)", layer.features, reason))
+                continue
+            online[name] = group
+            _rotate_online(layer, group)
+            note = f"its inputs are rotated in groups of {group} at each call"
+            swapped.append(LayerReport(name or "(root)", layer.features, note))
+        check(bool(swapped), OP, "a layer must allow a rotation", why, "Check filter_fn")
+        if (moved := moved_by(outputs(), want)) is not None:
+            for name, group in online.items():
+                _rotate_online(layers[name], group, undo=True)
+            if plan is not None and done:
+                plan.restore(before)
+            rule = "a rotated model computes what it computed before"
+            check(
+                False, OP, rule, f"outputs that moved by {moved:.1e} of the largest", "Use float32"
+            )
+    return Conversion("rotate_", tuple(swapped), tuple(skipped), ())
+
+
+def shape_of(weight: Tensor) -> str:
+    """Return the sizes of a weight for a report: ``"64 -> 128"``."""
+    return f"{weight.shape[-1]} -> {weight.shape[-2]}"
+
+
+def moved_by(got: Sequence[Tensor], want: Sequence[Tensor]) -> float | None:
+    """Return by what share of the largest output outputs moved, or None if that is rounding."""
+    worst = 0.0
+    for after, before in zip(got, want, strict=True):
+        largest = float(before.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny))
+        worst = max(worst, float((after.float() - before.float()).abs().max()) / largest)
+    return None if worst <= _TOLERANCE.get(want[0].dtype, 0.05) else worst
+
+
+def transforms(layer: LinearLayer) -> bool:
+    """Return whether the layer scales or rotates its inputs at each call."""
+    return any(TRANSFORM in module._modules for module in layer.modules)
+
+
+def _obstacle(layer: LinearLayer, size: int) -> str:
+    """Return the reason for which the inputs of a layer are not rotated at each call, or ""."""
+    if not layer.is_plain:
+        return "its inputs cannot be rotated at each call"
+    if transforms(layer):
+        return "its inputs have a transform already"
+    return "" if size >= LEAST else f"no power of two of at least {LEAST} divides its inputs"
+
+
+def power_of_two_in(size: int) -> int:
+    """Return the largest power of two that divides a size."""
+    return size & -size
+
+
+def rotated(x: Tensor, size: int) -> Tensor:
+    """Return x (..., K) rotated in groups of ``size`` channels, in its dtype; its own inverse."""
+    return rotate(x, hadamard_matrix(size, x.device, x.dtype))
+
+
+def _rotate_online(layer: LinearLayer, size: int, undo: bool = False) -> None:
+    """Rotate a layer's weight and, at each call, its input; or undo it."""
+    (module,), (weight,) = layer.modules, layer.stored
+    weight.copy_(rotated(weight.double(), size))
+    step = None if undo else InputTransform(hadamard=size, device=weight.device)
+    set_input_step(module, TRANSFORM, step)
+
+
+class Residual:
+    """The parameters around the residual of a model, which RMSNorms read.
+
+    Attributes:
+        size: channels of a group.
+        norms: that read it.
+        writers: what is added to it, and the dim that holds its channels: embeddings (V, K) and
+            biases (K,) along -1, weights (..., K, inputs) along -2.
+    """
+
+    def __init__(
+        self, size: int, norms: list[NormReaders], writers: list[tuple[nn.Parameter, int]]
+    ) -> None:
+        self.size, self.norms, self.writers = size, norms, writers
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any) -> tuple[Residual | None, str]:
+        """Return the residual, or None and the reason for which it cannot be rotated."""
+        embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+        widths = {embedding.embedding_dim for embedding in embeddings}
+        norms = [n for n in find_norms(OP, model, batch) if n.scale.numel() in widths]
+        if not norms:
+            return None, "no norm of the size of an embedding is read by linear layers"
+        if any(norm.centers or getattr(norm.norm, "bias", None) is not None for norm in norms):
+            return None, "LayerNorm does not commute with a rotation"
+        width = norms[0].scale.numel()
+        if (size := power_of_two_in(width)) < LEAST:
+            return None, f"no power of two of at least {LEAST} divides {width}"
+        readers = {id(p) for norm in norms for p in norm.readers.values()}
+        writers: dict[int, tuple[nn.Parameter, int]] = {}
+        for module in model.modules():
+            own = module._parameters
+            if isinstance(module, nn.Embedding) and module.embedding_dim == width:
+                found = [("weight", -1)]
+            elif isinstance(module, nn.Linear) and module.out_features == width:
+                found = [] if id(module.weight) in readers else [("weight", -2), ("bias", -1)]
+            else:
+                found = [("down_proj", -2)] if is_experts(module) else []
+            for name, dim in found:
+                parameter = own.get(name)
+                if parameter is not None:
+                    writers[id(parameter)] = (parameter, dim)
+        if readers & writers.keys():
+            return None, "an embedding is tied to the weight of a layer that reads the residual"
+        return cls(size, norms, list(writers.values())), ""
+
+    @property
+    def readers(self) -> dict[str, nn.Parameter]:
+        """The weights of the layers behind the norms, by the names of the layers."""
+        pairs = [pair for norm in self.norms for pair in norm.readers.items()]
+        return {name.removesuffix(".weight"): parameter for name, parameter in pairs}
+
+    def _changed(self) -> list[Tensor]:
+        scales: list[Any] = [norm.norm.weight for norm in self.norms]
+        return [*self.readers.values(), *(p for p, _ in self.writers), *scales]
+
+    def values(self) -> list[Tensor]:
+        """Return copies of all parameters that ``rotate`` changes."""
+        return [p.detach().clone() for p in self._changed()]
+
+    def restore(self, values: list[Tensor]) -> None:
+        """Put back what ``values`` returned."""
+        for parameter, before in zip(self._changed(), values, strict=True):
+            parameter.copy_(before)
+
+    def rotate(self) -> None:
+        """Fold the weights of the norms into their readers, and rotate readers and writers."""
+        for norm in self.norms:
+            for weight in norm.readers.values():
+                weight.copy_(rotated(weight.double() * norm.scale, self.size))
+            norm.set_scale(torch.ones_like(norm.scale))
+        for weight, dim in self.writers:
+            channels_last = weight.double().movedim(dim, -1)
+            weight.copy_(rotated(channels_last, self.size).movedim(-1, dim))

@@ -1,0 +1,292 @@
+"""``smooth_``: move scales from the inputs of layers to their weights; the model stays equal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtensor.api import Format
+from qtensor.core.errors import check
+from qtensor.modules.conversion import Conversion, LayerReport
+from qtensor.modules.input_hook import TRANSFORM
+from qtensor.quantizers import Quantizer
+from qtensor.weights.layers import Filter, LinearLayer, linear_layers
+from qtensor.weights.measurement import evaluating
+from qtensor.weights.metrics import as_batches, call, run, same_random_numbers
+from qtensor.weights.norms import NormReaders, find_norms
+from qtensor.weights.quantize import as_quantizer
+from qtensor.weights.rotation import moved_by
+from qtensor.weights.visits import visiting
+
+OP = "smooth_"
+ROWS = 256
+"""Rows of the inputs of each layer that the search of scales looks at."""
+_ALPHAS = tuple(i / 10 for i in range(1, 11))
+_LEAST = 1e-4
+"""Scales are at least this share of the largest one before they are centred."""
+
+
+@dataclass
+class Fold:
+    """A place where a scale of each channel can move from one weight to others.
+
+    Attributes:
+        source: divides the channels of its output by a scale.
+        name: of the source.
+        readers: the layers that multiply these channels, by name.
+        width: number of channels of the source.
+        head: channels of a head that several heads of the readers share; 0 if none do.
+    """
+
+    source: NormReaders | nn.Linear
+    name: str
+    readers: dict[str, nn.Parameter]
+    width: int
+    head: int = 0
+
+    def spread(self, scale: Tensor, channels: int) -> Tensor:
+        """Return a scale (width,) of the source as one of the readers' (channels,)."""
+        if not self.head:
+            return scale
+        copies = channels // self.width
+        return scale.view(-1, 1, self.head).expand(-1, copies, -1).reshape(-1)
+
+    def gather(self, scale: Tensor) -> Tensor:
+        """Return one scale (width,) for the geometric mean of those of the readers' channels."""
+        if not self.head:
+            return scale
+        return scale.log().view(self.width // self.head, -1, self.head).mean(1).exp().reshape(-1)
+
+    def apply(self, scale: Tensor) -> None:
+        """Divide the channels of the source by a scale (width,), and multiply the readers'."""
+        if isinstance(self.source, NormReaders):
+            self.source.set_scale(self.source.scale / scale)
+        else:
+            weight, bias = self.source.weight, self.source.bias
+            weight.copy_(weight.double() / scale[:, None])
+            if bias is not None:
+                bias.copy_(bias.double() / scale)
+        for weight in self.readers.values():
+            weight.copy_(weight.double() * self.spread(scale, weight.shape[-1]))
+
+
+def smooth_(
+    model: nn.Module,
+    format: Format,
+    calibration: Iterable[Any],
+    filter_fn: Filter | None = None,
+    *,
+    inputs: Format | None = None,
+    alpha: float | None = None,
+) -> Conversion:
+    """Divide channels of layers' inputs by scales that the weights take over, in place.
+
+    Call it before ``quantize_``, and after ``rotate_`` if both are wanted: inputs with outliers in
+    single channels, and weights that meet them, then lose less (AWQ, Lin et al., 2023; SmoothQuant,
+    Xiao et al., 2022). The scales are folded into the norm, or into the linear layer, in front of
+    the layers, so the model computes what it computed before, at no cost. Where they can be folded
+    is found by trying: with random scales the outputs must stay.
+
+    Args:
+        model: the root, with plain weights. It is changed in place.
+        format: of the weights later, as ``quantize_`` takes it.
+        calibration: inputs of the model, as ``quantize_`` takes them.
+        filter_fn: ``(module, name) -> bool`` selects layers.
+        inputs: the format of the layers' inputs later, or None if they stay in high precision.
+        alpha: the exponent of SmoothQuant's rule, 0 to 1: the scale of channel j is
+            ``max |x_j|^alpha / max |W_j|^(1 - alpha)``. None tries this rule and AWQ's,
+            ``(mean |x_j|)^alpha``, with exponents from 0.1 to 1, and takes what leaves the least
+            squared error of the layers' outputs, over ``ROWS`` rows of inputs; no scale if none
+            leaves less.
+
+    Returns:
+        Reports of the layers, with the error of their outputs before and after.
+
+    Raises:
+        QTensorError: a format is unknown, ``alpha`` is out of range, the model fails on an input,
+            or no scale can be folded. The model is as before.
+    """
+    rule, fix = "alpha is a number from 0 to 1, or None", "Pass 0.5"
+    check(alpha is None or 0 <= alpha <= 1, OP, rule, alpha, fix)
+    weights = cast(Quantizer, as_quantizer(OP, format))
+    quantized = _decoded(weights), _decoded(as_quantizer(OP, inputs) if inputs else None)
+    layers, skipped = linear_layers(OP, model, filter_fn, plain=True)
+    batches = as_batches(OP, "calibration", calibration)
+    swapped = []
+    with evaluating(model), torch.no_grad(), same_random_numbers(model):
+        folds = find_folds(model, layers, batches[0])
+        check(bool(folds), OP, "scales must fit in front of a layer", "no such place", "Rotate it")
+        samples = _samples(model, layers, folds, batches)
+        for fold in folds:
+            chosen = _search(fold, samples, quantized, alpha)
+            if chosen is not None:
+                scale, before, after = chosen
+                fold.apply(scale)
+                low, high = (float(v) for v in scale.aminmax())
+                note = (
+                    f"scales of {fold.name} {low:.2g} to {high:.2g}, error x {after / before:.2f}"
+                )
+                shapes = {n: f"{w.shape[-1]} -> {w.shape[-2]}" for n, w in fold.readers.items()}
+                swapped += [LayerReport(name, shape, note) for name, shape in shapes.items()]
+    done = {report.name for report in swapped}
+    rest = [n for n in layers if n not in done]
+    skipped += [LayerReport(n or "(root)", layers[n].features, "no scale helps") for n in rest]
+    return Conversion("smooth_", tuple(swapped), tuple(skipped), ())
+
+
+# ---- places
+
+
+def find_folds(model: nn.Module, layers: Mapping[str, LinearLayer], batch: Any) -> list[Fold]:
+    """Return the places where scales can be folded, those of norms first.
+
+    Places of one kind (the same names in each block) are tried together.
+    """
+    want = call(OP, "calibration[0]", model, batch)
+    names = {id(layer.stored[0]): name for name, layer in layers.items()}
+    kinds: dict[tuple[str, ...], list[Fold]] = {}
+    for fold in (*_behind_norms(model, batch, names), *_behind_layers(model, layers)):
+        key = tuple(re.sub(r"\d+", "*", n) for n in (fold.name, *fold.readers))
+        kinds.setdefault(key, []).append(fold)
+    found: list[Fold] = []
+    taken: set[str] = set()
+    generator = torch.Generator().manual_seed(0)
+    for kind in kinds.values():
+        if any(name in taken for fold in kind for name in fold.readers):
+            continue
+        touched = [p for fold in kind for p in _touched(fold)]
+        before = [p.detach().clone() for p in touched]
+        for fold in kind:
+            scale = torch.rand(fold.width, generator=generator, dtype=torch.float64) + 0.5
+            fold.apply(scale.to(touched[0].device))
+        moved = moved_by([call(OP, "calibration[0]", model, batch)], [want])
+        for parameter, values in zip(touched, before, strict=True):
+            parameter.copy_(values)
+        if moved is None:
+            found += kind
+            taken |= {name for fold in kind for name in fold.readers}
+    return found
+
+
+def _touched(fold: Fold) -> list[Tensor]:
+    source = fold.source.norm if isinstance(fold.source, NormReaders) else fold.source
+    own = [source._parameters.get(name) for name in ("weight", "bias")]
+    return [*fold.readers.values(), *(p for p in own if p is not None)]
+
+
+def _behind_norms(model: nn.Module, batch: Any, names: Mapping[int, str]) -> Iterator[Fold]:
+    for norm in find_norms(OP, model, batch):
+        # Whatever reads the norm must take the scale, whether it is quantized later or not.
+        readers = {names.get(id(p), n.removesuffix(".weight")): p for n, p in norm.readers.items()}
+        modules = [model.get_submodule(_module(n, model)) for n in readers]
+        transformed = any(TRANSFORM in module._modules for module in modules)
+        if any(id(p) in names for p in readers.values()) and not transformed:
+            yield Fold(norm, norm.name, readers, norm.scale.numel())
+
+
+def _module(name: str, model: nn.Module) -> str:
+    """Return the name of the module that has a layer's weight."""
+    return name if name in dict(model.named_modules()) else name.rpartition(".")[0]
+
+
+def _behind_layers(model: nn.Module, layers: Mapping[str, LinearLayer]) -> Iterator[Fold]:
+    """Yield pairs of layers of one block: the outputs of the first may be inputs of the second."""
+    blocks: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        block = re.match(r"(.*\.)?\d+\.", name)
+        if layer.is_plain and block is not None:
+            blocks.setdefault(block[0], []).append(name)
+    config: Any = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    head = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    for names in blocks.values():
+        modules = {n: cast(nn.Linear, layers[n].modules[0]) for n in names}
+        for first, source in modules.items():
+            for second, reader in modules.items():
+                width, channels = source.out_features, reader.in_features
+                shares = width != channels and head and channels % width == 0 == width % head
+                fits = second != first and TRANSFORM not in reader._modules
+                if fits and (width == channels or shares):
+                    readers = {second: cast(nn.Parameter, reader.weight)}
+                    yield Fold(source, first, readers, width, head if shares else 0)
+
+
+# ---- scales
+
+
+def _samples(
+    model: nn.Module,
+    layers: Mapping[str, LinearLayer],
+    folds: Sequence[Fold],
+    batches: Sequence[Any],
+) -> dict[str, Tensor]:
+    """Return up to ``ROWS`` rows of the inputs of each fold, float32, by the name of the source."""
+    first = {next(n for n in fold.readers if n in layers): fold.name for fold in folds}
+    each = max(1, ROWS // len(batches))
+    parts: dict[str, list[Tensor]] = {}
+
+    def see(name: str, expert: int, rows: Tensor) -> None:
+        picked = torch.linspace(0, len(rows) - 1, min(each, len(rows))).long()
+        parts.setdefault(first[name], []).append(rows[picked.to(rows.device)].clone())
+
+    watched = {name: layers[name] for name in first}
+    with visiting(OP, watched, see, lambda name, x: None) as padding:
+        for i, batch in enumerate(batches):
+            padding(batch)
+            run(OP, f"calibration[{i}]", model, batch)
+    return {name: torch.cat(rows) for name, rows in parts.items()}
+
+
+def _decoded(quantizer: Quantizer | None) -> Callable[[Tensor], Tensor]:
+    """Return a function to the values that quantizing leaves."""
+    if quantizer is None:
+        return lambda x: x
+    return lambda x: quantizer(x).dequantize()
+
+
+def _search(
+    fold: Fold,
+    samples: Mapping[str, Tensor],
+    quantized: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
+    alpha: float | None,
+) -> tuple[Tensor, float, float] | None:
+    """Return the best scale (width,) with the errors before and after, or None for no scale."""
+    x = samples.get(fold.name)
+    if x is None or not len(x):
+        return None
+    weights = [w.float().flatten(0, -2) for w in fold.readers.values()]
+    products = [F.linear(x, w) for w in weights]
+
+    def error(scale: Tensor) -> float:
+        each = fold.spread(scale, x.shape[-1]).float()
+        inputs = quantized[1](x / each)
+        outputs = (F.linear(inputs, quantized[0](w * each)) for w in weights)
+        return sum(float((o - p).square().sum()) for o, p in zip(outputs, products, strict=True))
+
+    largest = torch.stack([w.abs().amax(0) for w in weights]).amax(0).double()
+    scales = [_centred(fold, r) for r in _rules(x.double().abs(), largest, alpha)]
+    before = error(torch.ones_like(scales[0]))
+    errors = [error(scale) for scale in scales]
+    best = min(range(len(scales)), key=errors.__getitem__)
+    better = alpha is not None or errors[best] < before
+    return (scales[best], before, errors[best]) if better else None
+
+
+def _rules(x: Tensor, weights: Tensor, alpha: float | None) -> Iterator[Tensor]:
+    """Yield scales from the magnitudes of inputs (R, K) and the largest of weights (K,)."""
+    for a in _ALPHAS if alpha is None else (alpha,):
+        yield x.amax(0) ** a / weights.clamp(min=torch.finfo(torch.float32).tiny) ** (1 - a)
+        if alpha is None:
+            yield x.mean(0) ** a
+
+
+def _centred(fold: Fold, scale: Tensor) -> Tensor:
+    """Return a scale of the source whose smallest and largest values are reciprocal."""
+    scale = fold.gather(scale.clamp(min=float(scale.max()) * _LEAST or 1.0))
+    return scale / (scale.min() * scale.max()).sqrt()

@@ -1,0 +1,255 @@
+"""``rotate_`` and ``smooth_`` leave what a model computes; quantizing it then loses less."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import qtensor
+from qtensor.modules.input_hook import QUANTIZER, set_input_step
+from qtensor.modules.input_quantizer import InputQuantizer
+from qtensor.modules.input_transform import InputTransform, hadamard_matrix
+from qtensor.weights.calibration import survey
+from qtensor.weights.layers import linear_layers
+from qtensor.weights.rotation import rotated
+
+transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+IDS = torch.arange(24).reshape(2, 12) % 60
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 160,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+READS, ONLINE = "reads the residual", "its inputs are rotated"
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def make(kind, **options):
+    """Return a small random model whose norms are not 1, and whose inputs have outliers."""
+    torch.manual_seed(0)
+    text = "Text" if kind == "Gemma3" else ""
+    config = getattr(transformers, f"{kind}{text}Config")(**COMMON | options)
+    name = "BertModel" if kind == "Bert" else f"{kind}ForCausalLM"
+    model = getattr(transformers, name)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.3, 1.5)
+            if parameter.ndim == 1 and "norm" in name.lower() and name.endswith("weight"):
+                parameter[5] = 12.0
+    return model
+
+
+def output(model):
+    with torch.no_grad():
+        found = model(input_ids=IDS)
+    return getattr(found, "logits", None) if "logits" in found else found.last_hidden_state
+
+
+def assert_same_outputs(model, before):
+    moved = (output(model) - before).abs().max() / before.abs().max()
+    assert moved < 1e-3
+    return float(moved)
+
+
+def notes(report):
+    return {r.name: r.note for r in report.swapped}
+
+
+KINDS = {
+    "Llama": (11, 4, {}),
+    "Qwen3": (11, 4, {}),
+    "Mixtral": (11, 2, EXPERTS),  # the router and both halves of the experts' first product
+    "Gemma": (11, 4, {}),
+    "Bert": (0, 13, {}),  # LayerNorm behind the sum
+    "Gemma3": (0, 15, {"layer_types": ["full_attention"] * 2}),  # norms of what is added, too
+}
+"""Layers that read the residual, and layers with an ``InputTransform``."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rotated_model_computes_the_same(kind):
+    reading, online, options = KINDS[kind]
+    model = make(kind, **options)
+    before, weights = output(model), copy.deepcopy(model.state_dict())
+    found = notes(qtensor.rotate_(model, [{"input_ids": IDS}], size=32))
+    assert_same_outputs(model, before)
+    assert sum(note.startswith(READS) for note in found.values()) == reading
+    assert sum(note.startswith(ONLINE) for note in found.values()) == online
+    for name in found:
+        parameter = name if name in weights else f"{name}.weight"
+        assert not torch.equal(model.state_dict()[parameter], weights[parameter]), name
+
+
+def test_a_tied_head_keeps_the_residual():
+    model = make("Llama", tie_word_embeddings=True)
+    before = output(model)
+    report = qtensor.rotate_(model, [{"input_ids": IDS}])
+    assert_same_outputs(model, before)
+    assert any("is tied to" in r.note for r in report.skipped if r.name == "(residual)")
+    assert not any(note.startswith(READS) for note in notes(report).values())
+
+
+class ReadsTheResidual(nn.Module):
+    """A model that uses the output of a norm beside the linear layer behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(60, 64), nn.RMSNorm(64)
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        y = self.norm(x)
+        return self.down(self.up(y).relu() + y.sin()) + x.cos()
+
+
+def test_other_readers_are_noticed():
+    torch.manual_seed(0)
+    model = ReadsTheResidual()
+    with torch.no_grad():
+        before = model(IDS)
+        report = qtensor.rotate_(model, [IDS], size=16)
+        assert "the residual has other readers" in report.skipped[-1].note
+        assert {*notes(report)} == {"up", "down"}
+        torch.testing.assert_close(model(IDS), before, rtol=1e-4, atol=1e-5)
+        with pytest.raises(qtensor.QTensorError, match="no such place"):
+            qtensor.smooth_(ReadsTheResidual(), "mxfp4", [IDS])
+
+
+def quantized(model, fmt, inputs):
+    model = copy.deepcopy(model)
+    qtensor.quantize_(model, fmt)
+    for layer in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        if inputs:
+            set_input_step(layer, QUANTIZER, InputQuantizer(fmt))
+    return model
+
+
+def loss(model, fmt, inputs, before):
+    found = output(quantized(model, fmt, inputs))
+    return float((found - before).square().sum() / before.square().sum())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "prepare", "limit"),
+    [("mxfp4", "rotate_", 0.8), ("mxfp4", "smooth_", 0.8), ("nvfp4", "smooth_", 0.95)],
+)
+def test_less_is_lost(fmt, prepare, limit):
+    """The norms of the model blow up one channel by 12. Blocks of 16 gain nothing by rotations."""
+    model = make("Llama")
+    before, batches = output(model), [{"input_ids": IDS}]
+    plain = loss(model, fmt, True, before)
+    if prepare == "rotate_":
+        qtensor.rotate_(model, batches)
+    else:
+        qtensor.smooth_(model, fmt, batches, inputs=fmt)
+    assert loss(model, fmt, True, before) < limit * plain
+
+
+def test_where_scales_are_folded():
+    model = make("Llama")
+    before = output(model)
+    report = qtensor.smooth_(model, "mxfp4", [{"input_ids": IDS}], inputs="mxfp4", alpha=0.5)
+    assert_same_outputs(model, before)
+    sources = {
+        name.replace("model.layers.", ""): note.split()[2].replace("model.layers.", "")
+        for name, note in notes(report).items()
+    }
+    for i in range(2):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            assert sources[f"{i}.self_attn.{name}"] == f"{i}.input_layernorm"
+        assert sources[f"{i}.self_attn.o_proj"] == f"{i}.self_attn.v_proj"
+        assert sources[f"{i}.mlp.gate_proj"] == f"{i}.post_attention_layernorm"
+        assert sources[f"{i}.mlp.down_proj"] == f"{i}.mlp.up_proj"
+
+
+@pytest.mark.parametrize(("kind", "options"), [("Mixtral", EXPERTS), ("Gemma", {}), ("Bert", {})])
+def test_scales_of_other_models(kind, options):
+    model = make(kind, **options)
+    before = output(model)
+    found = notes(qtensor.smooth_(model, "nvfp4", [{"input_ids": IDS}]))
+    assert_same_outputs(model, before)
+    if kind == "Bert":
+        assert {"encoder.layer.0.attention.output.dense"} <= {*found}
+        assert not any("query" in name for name in found)
+    if kind == "Mixtral":
+        assert any(name.endswith("experts.gate_up_proj") for name in found)
+
+
+def test_smooth_after_rotate():
+    model = make("Llama")
+    before = output(model)
+    qtensor.rotate_(model, [{"input_ids": IDS}])
+    found = notes(qtensor.smooth_(model, "mxfp4", [{"input_ids": IDS}], inputs="mxfp4", alpha=0.5))
+    assert_same_outputs(model, before)
+    assert found
+    assert not any("o_proj" in name or "down_proj" in name for name in found)
+
+
+def test_roundings_see_rotated_inputs():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), torch.randn(50, 64)
+    qtensor.rotate_(model, [x], size=16)
+    layers, _ = linear_layers("test", model, None)
+    with torch.no_grad():
+        squares = survey(model, layers, [x])["0"].squares[0]
+    torch.testing.assert_close(squares, rotated(x, 16).double().square().sum(0))
+    qtensor.quantize_(model, "mxfp4", rounding="gptq", calibration=[x])
+    assert isinstance(model[0].input_transform, InputTransform)
+
+
+def test_a_rotated_layer_is_a_module_like_others():
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(3, 64)
+    want = layer(x)
+    qtensor.rotate_(layer, [x], size=32)
+    rotation = layer[0].input_transform
+    torch.testing.assert_close(
+        rotation(x),
+        x.unflatten(-1, (2, 32)).matmul(hadamard_matrix(32)).flatten(1) / 32**0.5,
+    )
+    for other in (
+        layer,
+        copy.deepcopy(layer),
+        torch.compile(layer, fullgraph=True, backend="eager"),
+    ):
+        torch.testing.assert_close(other(x), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer[0](input=x), want, rtol=1e-5, atol=1e-5)
+    assert {*layer.state_dict()} == {"0.weight", "0.bias", "0.input_transform.hadamard"}
+    half = copy.deepcopy(layer).bfloat16()
+    assert half(x.bfloat16()).dtype is torch.bfloat16
+    torch.testing.assert_close(half(x.bfloat16()).float(), want, rtol=0.05, atol=0.05)
+    # The rotation comes before the quantizer of the inputs, in whatever order they were set.
+    set_input_step(layer[0], QUANTIZER, InputQuantizer("mxfp8"))
+    wanted = F.linear(qtensor.quantize(rotation(x), "mxfp8"), layer[0].weight, layer[0].bias)
+    assert torch.equal(layer(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda m, x: qtensor.rotate_(m, [x], size=100), "size is a power of two"),
+        (lambda m, x: qtensor.rotate_(m, [x], size=8), "of at least 16; got 8"),
+        (lambda m, x: qtensor.rotate_(m, []), "at least one input"),
+        (lambda m, x: qtensor.rotate_(m, [x], lambda layer, name: False), "must allow a rotation"),
+        (lambda m, x: qtensor.smooth_(m, "mxfp4", [x], alpha=2), "alpha is a number from 0 to 1"),
+        (lambda m, x: qtensor.smooth_(m, "mxfp4", [x]), "no such place"),
+        (lambda m, x: qtensor.smooth_(m, "mxfp9", [x]), "mxfp9"),
+    ],
+)
+def test_errors_leave_the_model(call, rule):
+    model = nn.Sequential(nn.Linear(64, 32))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(qtensor.QTensorError, match=rule):
+        call(model, torch.randn(3, 64))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert not hasattr(model[0], "input_transform")
