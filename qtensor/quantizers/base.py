@@ -194,6 +194,11 @@ class Quantizer(FormatMethods):
 
     def transposed(self) -> Self:
         """Return the quantizer of a transposed tensor; it swaps the usages."""
+        return self._transposed
+
+    @functools.cached_property
+    def _transposed(self) -> Self:
+        # Hot path: each `stack.mT` asks for it.
         return dataclasses.replace(self, **self._transposed_options())
 
     @property
