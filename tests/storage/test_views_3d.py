@@ -151,9 +151,10 @@ def test_moe_surgery(case: FormatCase) -> None:
     other = case.quantize(rand(4, 128, 256))
     x = rand(4, 3, 256, seed=2)
     if case.name != "fp8_rowwise":
-        # Codes of one factor are permuted as a view; products read the rows of the stack.
+        # A clone of codes with one factor keeps their strides: products would read the stack's rows.
         other_way = q.transpose(1, 2)
-        want = torch.bmm(x, other_way if q._quantizer.per_tensor else other_way.clone())
+        copied = other_way.contiguous() if q._quantizer.per_tensor else other_way.clone()
+        want = torch.bmm(x, copied)
         moved = q.transpose(1, 2).reshape(-1, 128).unflatten(0, (4, 256)).transpose(1, 2)
         assert_same_bytes(torch.bmm(x, moved.transpose(1, 2)), want)
     assert torch.equal(
