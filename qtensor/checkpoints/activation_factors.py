@@ -15,10 +15,9 @@ from qtensor.api import quantizer_of
 from qtensor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from qtensor.checkpoints.containers.base import Path
 from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.input_transforms import PRE_SCALE, ROTATION
 from qtensor.checkpoints.layout_base import (
     DIVISOR,
-    PRE_SCALE,
-    ROTATION,
     Group,
     Writer,
     find_layout,

@@ -24,18 +24,13 @@ from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, Tensor
 from qtensor.checkpoints.copies import Forms
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.ignoring import NAMES, carried, ignored_names, translated
+from qtensor.checkpoints.input_transforms import ROTATED, stored_transforms
 from qtensor.checkpoints.leftovers import leftovers
 from qtensor.checkpoints.source import Source
 from qtensor.modules.input_transform import InputTransform
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
-ROTATED = "accept_rotated"
-"""Option of ``open``: read weights that are right only for rotated inputs."""
-ROTATION = "input_rotation"
-"""Last name part of the size of the blocks of a layer's input that are rotated, in our layout."""
-PRE_SCALE = "pre_quant_scale"
-"""Last name part of the factors of the channels of a layer's input, (K,)."""
 FACTOR, DIVISOR = "factor", "divisor"
 """What a stored number is: codes are multiplied by it, or divided."""
 
@@ -136,7 +131,6 @@ class Layout(abc.ABC):
         """
         self.source = source
         self.warns = not options.get(ROTATED)
-        """Whether to tell the caller of tensors that only a model can apply."""
         for name in options:
             if name not in (*self.options, ROTATED):
                 known = ", ".join((*self.options, ROTATED))
@@ -195,10 +189,7 @@ class Layout(abc.ABC):
         return ""
 
     def inputs_are_dynamic(self, group: Group) -> bool:
-        """Return True if each input of a weight has factors of its own, so that the file has none.
-
-        It is asked where the file has no factor and ``input_format`` would need one.
-        """
+        """Return True if each input of a weight has factors of its own: the file needs none."""
         return False
 
     def input_transforms(self) -> dict[str, InputTransform]:
@@ -206,23 +197,7 @@ class Layout(abc.ABC):
 
         The weights of these layers are right only together with it. None by default.
         """
-        read, end = self.source.read, f".{ROTATION}"
-        found: dict[str, InputTransform] = {}
-        if read is None:
-            return found
-        rotations = [n.removesuffix(end) for n in self.source.tensors if n.endswith(end)]
-        scales = self.pre_scaled()
-        for module in dict.fromkeys((*scales, *rotations)):
-            scale = read(scales[module]).clone() if module in scales else None
-            size = int(read(f"{module}{end}")) if module in rotations else 0
-            found[module] = InputTransform(scale, size)
-        return found
-
-    def pre_scaled(self) -> dict[str, str]:
-        """Return the names of tensors that multiply the channels of inputs (AWQ), by module."""
-        end = f".{PRE_SCALE}"
-        names = self.source.tensors
-        return {name.removesuffix(end): name for name in names if name.endswith(end)}
+        return stored_transforms(self.source)
 
     def inner_names(self) -> Iterable[str]:
         """Return the names of tensors inside plain ones, such as pickled states; none by default.

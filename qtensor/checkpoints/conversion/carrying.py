@@ -11,7 +11,8 @@ from qtensor.checkpoints.activation_factors import factor_problem, kv_factor, wr
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.request import Request
 from qtensor.checkpoints.errors import Place, refuse
-from qtensor.checkpoints.layout_base import DIVISOR, PRE_SCALE, ROTATION, Writer, find_layout
+from qtensor.checkpoints.input_transforms import PRE_SCALE, ROTATION
+from qtensor.checkpoints.layout_base import DIVISOR, Writer, find_layout
 from qtensor.quantizers import Quantizer
 
 

@@ -37,6 +37,7 @@ from qtensor.checkpoints.conversion.rows import (
 )
 from qtensor.checkpoints.conversion.work_folder import WorkFolder, digest
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
+from qtensor.checkpoints.input_transforms import pre_scaled
 from qtensor.checkpoints.layout_base import Writer
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.quantizers import Quantizer
@@ -173,7 +174,7 @@ class Stream:
             place = Place(self.checkpoint.path, step.source, self.checkpoint.layout)
             refuse(place, rule, list(values.shape), "Report it: the layout decodes in two shapes")
         cols = rows_cols(values.shape)[1]
-        name = self.checkpoint.reader.pre_scaled().get(step.source.removesuffix(".weight"))
+        name = pre_scaled(self.checkpoint.source).get(step.source.removesuffix(".weight"))
         scale = None if name is None else self.checkpoint[name].float()
 
         def one(start: int, stop: int) -> None:

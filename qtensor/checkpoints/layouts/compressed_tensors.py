@@ -16,10 +16,10 @@ from qtensor import api
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
+from qtensor.checkpoints.input_transforms import ROTATED
 from qtensor.checkpoints.layout_base import (
     DIVISOR,
     FACTOR,
-    ROTATED,
     DenseOnly,
     Group,
     Layout,
@@ -27,6 +27,7 @@ from qtensor.checkpoints.layout_base import (
     Source,
     Target,
 )
+from qtensor.checkpoints.layouts.compressed_tensors_rotations import online_rotations
 from qtensor.checkpoints.layouts.compressed_tensors_writer import (
     FP8,
     METHOD,
@@ -101,31 +102,6 @@ class Scheme(NamedTuple):
     def is_default(self) -> bool:
         """Return True if a target is the class of linear layers, which names come before."""
         return any(isinstance(t, str) and t.endswith("Linear") for t in self.targets)
-
-
-class Rotation(NamedTuple):
-    """Describe a rotation of the inputs of some modules.
-
-    Attributes:
-        size: of the rotated blocks.
-        targets: names of modules, patterns, or the class "Linear" for every module.
-        ignore: modules that are left out.
-    """
-
-    size: int
-    targets: tuple[str | Pattern, ...]
-    ignore: tuple[str | Pattern, ...]
-
-    def names(self, module: str) -> bool:
-        """Return True if the inputs of a module are rotated."""
-
-        def hit(texts: tuple[str | Pattern, ...]) -> bool:
-            return any(
-                t.matches(module) if isinstance(t, Pattern) else t in (module, "Linear")
-                for t in texts
-            )
-
-        return hit(self.targets) and not hit(self.ignore)
 
 
 class CompressedTensorsLayout(Layout):
@@ -234,65 +210,7 @@ class CompressedTensorsLayout(Layout):
 
     def input_transforms(self) -> dict[str, InputTransform]:
         """Return the rotations of inputs that ``transform_config`` asks for, by module."""
-        found = super().input_transforms()
-        for target in self._online():
-            for module in self._modules_of(target):
-                if module in found:
-                    got = f"two for {module}"
-                    self.refuse("", "an input has one rotation", got, "Export it again")
-                found[module] = InputTransform(hadamard=target.size)
-        return found
-
-    def _online(self) -> Iterable[Rotation]:
-        """Return the rotations that are not folded into the stored weights.
-
-        Raises:
-            CheckpointError: one of them cannot be applied.
-        """
-        groups = (self.source.quantization.get("transform_config") or {}).get("config_groups")
-        if groups is not None and not isinstance(groups, dict):
-            rule = "transform_config has config_groups"
-            self.refuse("", rule, repr(groups), "Check config.json")
-        for name, group in (groups or {}).items():
-            places = group.get("apply") if isinstance(group, dict) else None
-            if not isinstance(places, list) or any(not isinstance(p, dict) for p in places):
-                rule = "a group of transform_config has a list apply"
-                self.refuse("", rule, repr(group), "Check config.json")
-            for place in places:
-                if place.get("location") not in ("weight_input", "weight_output"):
-                    yield self._rotation(str(name), group, place)
-
-    def _rotation(self, name: str, group: Mapping[str, Any], place: Mapping[str, Any]) -> Rotation:
-        """Return an entry of ``apply`` after checking that inputs can be rotated so."""
-        kind, location = group.get("type"), place.get("location")
-        size: Any = group.get("head_dim")
-        plain = kind == "hadamard" and not group.get("randomize") and location == "input"
-        known = type(size) is int and size > 1 and size & (size - 1) == 0
-        if not plain or not known:
-            rule = (
-                "rotations that are applied while the model runs are of type hadamard, not "
-                "randomized, at the location input, with a head_dim that is a power of two"
-            )
-            got = f"{name}: {kind} at {location}, head_dim {size}"
-            self.refuse("", rule, got, "Run the model with vLLM")
-        return Rotation(size, *(self._targets(place.get(k) or []) for k in ("targets", "ignore")))
-
-    def _targets(self, texts: Any) -> tuple[str | Pattern, ...]:
-        texts = texts if isinstance(texts, list) else [texts]
-        return tuple(
-            Pattern(text[3:], self.place()) if text.startswith("re:") else text
-            for text in map(str, texts)
-        )
-
-    def _modules_of(self, target: Rotation) -> list[str]:
-        """Return the modules with weights that a rotation names, or refuse one that names none."""
-        ends = (".weight", ".weight_packed")
-        names = [n.rpartition(".")[0] for n in self.source.tensors if f".{n}".endswith(ends)]
-        modules = [m for m in dict.fromkeys(names) if target.names(m)]
-        if not modules:
-            got = ", ".join(map(str, target.targets))
-            self.refuse("", "a rotation names modules of the file", got, "Check config.json")
-        return modules
+        return online_rotations(self)
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each module that has a factor."""
