@@ -68,8 +68,11 @@ CLASSES = (
         "Computes: one op on the codes, a plain result",
         "A product decodes its operands inside one op, accumulates in float32 and rounds once. It "
         "agrees with the float32 op on the dequantized operands within the accumulation bound. An "
-        "embedding decodes only the requested rows. A product raises if an operand lacks the "
-        "usage that it reads. The `scaled` ones raise where torch has no recipe for the format.",
+        "embedding decodes only the requested rows, an embedding bag each of them once. A "
+        "convolution decodes a tile of output channels at a time, its backward pass and a layer "
+        "of an LSTM the weights of the layer, for torch's own op. A product raises if an operand "
+        "lacks the usage that it reads. The `scaled` ones raise where torch has no recipe for the "
+        "format.",
         COMPUTE,
         COMPUTED,
     ),

@@ -179,6 +179,26 @@ COMPUTED: dict[str, Sample] = {
         A.dequantize(o.matrix) if isinstance(o.matrix, QuantizedTensor) else o.matrix
     ),
     "embedding": lambda o: A.embedding(o.matrix, o.rows),
+    "_embedding_bag": lambda o: A._embedding_bag(o.matrix, o.rows, torch.tensor([0, 2]), mode=2),
+    "_embedding_bag_forward_only": lambda o: A._embedding_bag_forward_only(
+        o.matrix, o.rows, torch.tensor([0, 2]), mode=2
+    ),
+    "_embedding_bag_per_sample_weights_backward": lambda o: (
+        A._embedding_bag_per_sample_weights_backward(
+            torch.ones(2, COLS),
+            o.matrix,
+            o.rows,
+            torch.tensor([0, 2]),
+            torch.tensor([0, 0, 1]),
+            0,
+        )
+    ),
+    "convolution": lambda o: A.convolution(_signal(), o.batch, None, *_STEPS),
+    "convolution_backward": lambda o: A.convolution_backward(
+        torch.ones(1, 2, 5), _signal(), o.batch, None, *_STEPS, [True, False, False]
+    ),
+    "mkldnn_rnn_layer": lambda o: _lstm(o.matrix, False)[:3],
+    "mkldnn_rnn_layer_backward": lambda o: _lstm_gradient(o.matrix),
     "addmm_": lambda o: A.addmm_(torch.ones(ROWS, COLS), o.matrix, plain(o.square)),
     "baddbmm_": lambda o: A.baddbmm_(
         torch.ones(2, ROWS, ROWS), o.batch, plain(o.batch).mT.contiguous()
@@ -198,6 +218,38 @@ COMPUTED: dict[str, Sample] = {
         *[o.square, torch.zeros(COLS)] * 2,
     ),
 }
+
+
+_STEPS = ([1], [0], [1], False, [0], 1)
+"""Stride, padding, dilation, transposed, output padding and groups of a convolution."""
+
+
+def _signal() -> Tensor:
+    """Return the input of a convolution with (2, 128, 256)."""
+    return torch.linspace(-1, 1, ROWS * (COLS + 4)).view(1, ROWS, COLS + 4)
+
+
+_HIDDEN = ROWS // 4
+
+
+def _lstm(weight: Any, train: bool) -> tuple[Tensor, ...]:
+    """Return what a layer of an LSTM with a weight (4 * hidden, inputs) gives for three steps."""
+    x, state = torch.linspace(-1, 1, 3 * COLS).view(3, 1, COLS), torch.zeros(1, _HIDDEN)
+    others = [torch.full((ROWS, _HIDDEN), 0.1), torch.zeros(ROWS), torch.zeros(ROWS), state, state]
+    kind = (False, [], 2, _HIDDEN, 1, True, False, False, train)
+    result: tuple[Tensor, ...] = A.mkldnn_rnn_layer(x, weight, *others, *kind)
+    return result
+
+
+def _lstm_gradient(weight: Any) -> Tensor:
+    """Return the gradient of the input of that layer."""
+    y, hidden, cell, workspace = _lstm(plain(weight), True)
+    x, state = torch.linspace(-1, 1, 3 * COLS).view(3, 1, COLS), torch.zeros(1, _HIDDEN)
+    others = [torch.full((ROWS, _HIDDEN), 0.1), torch.zeros(ROWS), torch.zeros(ROWS), state, state]
+    grads = [torch.ones_like(y), torch.zeros_like(hidden), torch.zeros_like(cell)]
+    kind = (False, 2, _HIDDEN, 1, True, True, False, [], False, workspace)
+    gradients = A.mkldnn_rnn_layer_backward(x, weight, *others, y, hidden, cell, *grads, *kind)
+    return gradients[0]
 
 
 def _projections(o: Operands) -> list[Any]:
@@ -328,9 +380,7 @@ REFUSED: dict[str, Sample] = {
     "repeat": lambda o: A.repeat(o.matrix, [2, 1]),
     "tril": lambda o: A.tril(o.matrix),
     "cumprod": lambda o: A.cumprod(o.matrix, 0),
-    "convolution": lambda o: A.convolution(
-        o.batch, plain(o.batch)[:, :, :3], None, [1], [0], [1], False, [0], 1
-    ),
+    "max_pool2d_with_indices": lambda o: A.max_pool2d_with_indices(o.batch, [2, 2]),
     "_scaled_dot_product_flash_attention_for_cpu": lambda o: (
         A._scaled_dot_product_flash_attention_for_cpu(*[o.batch.unsqueeze(0)] * 3)
     ),

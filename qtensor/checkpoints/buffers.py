@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.core.buffer_shapes import Shape, buffer_shape
-from qtensor.core.errors import fail
+from qtensor.core.errors import UnsupportedError, fail
 from qtensor.core.formats import Slot
 from qtensor.quantizers import Float8RowwiseQuantizer, Quantizer
 from qtensor.reference.blocks import read_scales, write_scales_
+from qtensor.storage.rebuild import reshaped, tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 
 
@@ -116,8 +118,28 @@ def _buffer(slot: Slot, part: Tensor, shape: Shape) -> Tensor:
     return padded
 
 
+def in_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """Return a tensor that shows a dtype; codes are shared, and stay in a mapped file."""
+    if tensor.dtype == dtype:
+        return tensor
+    inner = tensor_of(tensor)
+    shown = quantizer_of(inner).assemble(inner.buffers(), inner.shape, dtype)
+    return shown if inner is tensor else reshaped(shown, tensor.shape)
+
+
 def rowwise_parts(tensor: QuantizedTensor) -> Parts:
-    """Return the rowwise buffers of a tensor without padding and not swizzled; codes are shared."""
+    """Return the rowwise buffers of a tensor without padding and not swizzled; codes are shared.
+
+    Raises:
+        UnsupportedError: the tensor is the weight of a convolution, of which layouts of other
+            libraries know no codes.
+        QTensorError: it has no rowwise data.
+    """
+    if (matrix := tensor_of(tensor)) is not tensor:
+        rule = "layouts of other libraries hold quantized matrices"
+        got = f"the weight of a convolution, {tuple(matrix.shape)} for {tuple(tensor.shape)}"
+        fix = 'Write layout "qtensor", or dequantize the weight'
+        fail("rowwise_parts", rule, got, fix, UnsupportedError)
     found: dict[str, Tensor] = {}
     for slot in tensor.quantizer.slots:
         if slot.keyword not in _FIELDS:

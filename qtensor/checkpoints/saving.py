@@ -26,6 +26,7 @@ from qtensor.checkpoints.layout_base import Writer, find_layout, layouts
 from qtensor.checkpoints.layouts.qtensor import without_note
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.publishing import FolderSwap, restore
+from qtensor.storage.rebuild import tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights.calibrated import Calibration
 
@@ -293,8 +294,8 @@ def _with_bytes(name: str, tensor: Tensor) -> Tensor:
     if torch.nn.parameter.is_lazy(tensor):
         fix = "Call the module once, which gives its shape"
         refuse(Place("", name), "a tensor has a shape and values", "a lazy parameter", fix)
-    parts = tensor.buffers() if isinstance(tensor, QuantizedTensor) else (tensor,)
-    for part in parts:
+    stored = tensor_of(tensor).buffers() if isinstance(tensor, QuantizedTensor) else [tensor]
+    for part in stored:
         if type(part).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             fix = "Pass plain or quantized tensors; of a DTensor, its full_tensor()"
             got = type(part).__name__

@@ -16,6 +16,7 @@ from qtensor.core.texts import html_table
 from qtensor.reference.blocks import to_blocks
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.numbers import factors_of_elements
+from qtensor.storage.rebuild import tensor_of
 
 WORST = 5
 CHUNK = 1 << 18
@@ -212,8 +213,9 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     check(right and x.is_floating_point(), op, rule, got, "Pass the original", DtypeError)
     same, got = tuple(x.shape) == tuple(q.shape), f"{tuple(x.shape)} and {tuple(q.shape)}"
     check(same, op, "shapes must be equal", got, "Pass the tensor that was quantized")
-    quantizer = quantizer_of(q)
-    rows, cols = rows_cols(x.shape)
+    # The blocks of a convolution's weight are those of a matrix.
+    shape, quantizer, q = tuple(x.shape), quantizer_of(q), tensor_of(q)
+    rows, cols = rows_cols(q.shape)
     source = (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x).detach()
     source = source.reshape(rows, cols)
     decoded = q.dequantize(torch.float32).detach().reshape(rows, cols)
@@ -230,7 +232,7 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     nothing_compared = sums.not_finite == numel
     return ErrorReport(
         quantizer=quantizer.canonical,
-        shape=tuple(x.shape),
+        shape=shape,
         bits_per_value=8 * q.nbytes / numel,
         sqnr_db=math.nan if nothing_compared else decibel(sums.signal, sums.noise),
         max_abs_error=math.nan if nothing_compared else sums.max_abs,

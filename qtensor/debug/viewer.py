@@ -16,6 +16,7 @@ from qtensor.core.formats import Element
 from qtensor.reference.elements import code_values
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.numbers import factors_of_elements
+from qtensor.storage.rebuild import tensor_of
 
 OP = "debug.show"
 _ROWS, _COLS = 4, 16
@@ -165,6 +166,9 @@ def show(
         rule, fix = "the tensor must be quantized", "Pass qtensor.quantize(x, fmt)"
         fail(OP, rule, type(q).__name__, fix, ArgumentTypeError)
     check(q.device.type != "meta", OP, "the tensor must have data", "a meta tensor", "Load it")
+    name, own_shape = "x".join(map(str, q.shape)) or "scalar", q.shape
+    # The blocks of a convolution's weight are those of a matrix.
+    q = tensor_of(q)
     total = rows_cols(q.shape)
     row_range = _range("rows", rows, total[0], _ROWS)
     col_range = _range("cols", cols, total[1], _COLS)
@@ -178,10 +182,10 @@ def show(
         check(inside, OP, "bits must name an element of the region", bits, "Pass (row, column)")
     originals = None
     if original is not None:
-        rule = f"original must have the shape of the tensor, {tuple(q.shape)}"
+        rule = f"original must have the shape of the tensor, {tuple(own_shape)}"
         got = getattr(original, "shape", type(original).__name__)
         fix = "Pass the tensor that was quantized"
-        check(isinstance(original, Tensor) and original.shape == q.shape, OP, rule, got, fix)
+        check(isinstance(original, Tensor) and original.shape == own_shape, OP, rule, got, fix)
         part = original.detach().reshape(total)[_slice(row_range), _slice(col_range)]
         originals = part.float().tolist()
     shown, first = _rows_of(q, row_range)
@@ -189,7 +193,6 @@ def show(
     shape = rows_cols(shown.shape)
     at = slice(row_range.start - first, row_range.stop - first), _slice(col_range)
     block = quantizer.value_block
-    name = "x".join(map(str, q.shape)) or "scalar"
     blocks = "" if block is None else f", blocks of {block[0]}x{block[1]}"
     return View(
         title=f"{quantizer.canonical} {name} {str(q.dtype).removeprefix('torch.')}{blocks}",

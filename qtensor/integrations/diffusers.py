@@ -22,9 +22,9 @@ except ModuleNotFoundError as error:
 from diffusers.quantizers.base import DiffusersQuantizer
 
 from qtensor import checkpoints
-from qtensor.api import parsed, quantizer_of
+from qtensor.api import parsed
 from qtensor.checkpoints import Checkpoint
-from qtensor.checkpoints.buffers import unshared
+from qtensor.checkpoints.buffers import in_dtype, unshared
 from qtensor.checkpoints.checkpoint import Rounding, check_rounding
 from qtensor.checkpoints.containers.memory import MemoryContainer
 from qtensor.checkpoints.containers.shard_files import path_of
@@ -289,7 +289,7 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or tensor.dtype == dtype:
         return tensor
     if isinstance(tensor, QuantizedTensor):
-        return quantizer_of(tensor).assemble(tensor.buffers(), tensor.shape, dtype)
+        return in_dtype(tensor, dtype)
     return tensor.to(dtype)
 
 

@@ -25,8 +25,8 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
-from qtensor.api import quantizer_of
 from qtensor.checkpoints import Checkpoint
+from qtensor.checkpoints.buffers import in_dtype
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.stacking import stack
@@ -91,9 +91,7 @@ class Reader:
         if not isinstance(tensor, QuantizedTensor):
             self.dense[name] = self.checkpoint.why_dense(name) or "it is stored so"
             return tensor.to(dtype)
-        if tensor.dtype != dtype:
-            # .to(dtype) would copy the codes, which lie in the mapped file.
-            tensor = quantizer_of(tensor).assemble(tensor.buffers(), tensor.shape, dtype)
+        tensor = in_dtype(tensor, dtype)
         if self.checkpoint.groups[name].transposed:
             return ExpertWeights(tensor, True)
         return tensor

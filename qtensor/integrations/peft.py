@@ -24,7 +24,7 @@ from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
-from qtensor.weights.layers import LinearLayer, layers_of
+from qtensor.weights.layers import WeightLayer, layers_of
 from qtensor.weights.merged_rounding import nearest_sum, shared_rows
 from qtensor.weights.merging import Change
 
@@ -134,16 +134,16 @@ def _layer_name(model: nn.Module, name: str, module: Any) -> str:
     return ".".join(parts)
 
 
-def _layer_of(module: Any, name: str) -> LinearLayer | None:
+def _layer_of(module: Any, name: str) -> WeightLayer | None:
     """Return the linear layer below the adapters; None if it is something else."""
     base = module.get_base_layer()
     if isinstance(module, ParamWrapper):
         own = module.parameter_name
-        return LinearLayer((base,), (own,), stacked=module.get_param().ndim == 3)
+        return WeightLayer((base,), (own,), stacked=module.get_param().ndim == 3)
     return layers_of(base, name).get(name) if isinstance(module, LoraLinear) else None
 
 
-def _obstacle(module: Any, layer: LinearLayer | None, names: Sequence[str]) -> str:
+def _obstacle(module: Any, layer: WeightLayer | None, names: Sequence[str]) -> str:
     """Return the reason for which adapters are not changes of a weight that can be added, or ""."""
     if layer is None:
         return f"adapters of a {type(module.get_base_layer()).__name__} are not merged"

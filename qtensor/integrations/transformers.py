@@ -57,6 +57,7 @@ from qtensor.integrations.loading import (
 from qtensor.integrations.methods import take_methods
 from qtensor.integrations.quantization_config import METHOD, QTensorConfig
 from qtensor.integrations.stacking import common_factors, quantize_each
+from qtensor.storage.rebuild import reshaped, tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights.calibrated import Calibration
 from qtensor.weights.layers import match
@@ -345,7 +346,9 @@ def _assemble_stored(
             own = parameter.stored if isinstance(parameter, ExpertWeights) else parameter
             quantizer = parsed(text)
             parts = [state_dict.pop(f"{name}.{keyword}") for keyword in quantizer.keywords]
-            weight = quantizer.assemble(parts, own.shape, own.dtype)
+            inner = tensor_of(own)
+            weight = quantizer.assemble(parts, inner.shape, own.dtype)
+            weight = weight if inner is own else reshaped(weight, own.shape)
             is_own = own is parameter
             state_dict[name] = weight if is_own else ExpertWeights(weight, parameter.swapped)
 

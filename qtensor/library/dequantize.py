@@ -34,27 +34,34 @@ def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
     )
 
 
-def _check_dtype(dtype: torch.dtype, quantizer: str) -> None:
+def check_dtype(dtype: torch.dtype, quantizer: str) -> None:
+    """Refuse a dtype to which a format is not decoded.
+
+    Raises:
+        DtypeError: the message lists the dtypes.
+    """
     if not dtype.is_floating_point or dtype.itemsize == 1:
         refuse_dtype(parse(quantizer).format, dtype)
 
 
-class _DequantizeArgs(NamedTuple):
+class DequantizeArgs(NamedTuple):
+    """Arguments of the op ``dequantize``."""
+
     buffers: list[Tensor]
     quantizer: str
     shape: Shape
     dtype: torch.dtype
 
 
-def _dequantize_alloc(args: _DequantizeArgs) -> Tensor:
-    _check_dtype(args.dtype, args.quantizer)
+def _dequantize_alloc(args: DequantizeArgs) -> Tensor:
+    check_dtype(args.dtype, args.quantizer)
     if not args.buffers:
         count = len(parse(args.quantizer).slots)
         fail("dequantize", f"the quantizer has {count} buffers", 0, "Pass tensor.buffers()")
     return empty(args.buffers[0], tuple(args.shape), args.dtype)
 
 
-def _dequantize_fill(out: Tensor, args: _DequantizeArgs) -> None:
+def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
     quantizer = parse(args.quantizer)
     has_all = len(args.buffers) == len(quantizer.slots)
     if has_all and table.dequantize_(quantizer, args.buffers, args.shape, out):
@@ -69,7 +76,7 @@ def _dequantize_fill(out: Tensor, args: _DequantizeArgs) -> None:
         out.copy_(quantizer.decode(by_name(quantizer, args.buffers), tuple(args.shape)))
 
 
-DEQUANTIZE = leaf_op("dequantize", _DequantizeArgs, "Tensor", _dequantize_alloc, _dequantize_fill)
+DEQUANTIZE = leaf_op("dequantize", DequantizeArgs, "Tensor", _dequantize_alloc, _dequantize_fill)
 """Decode inner buffers to a tensor of ``shape`` and ``dtype``, rounded once from float32."""
 
 
@@ -81,11 +88,11 @@ class _DequantizeInPlaceArgs(NamedTuple):
 
 
 def _dequantize_inplace_fill(_: None, args: _DequantizeInPlaceArgs) -> None:
-    _check_dtype(args.out.dtype, args.quantizer)
+    check_dtype(args.out.dtype, args.quantizer)
     if args.out.shape != tuple(args.shape):
         rule = f"out must have the shape {tuple(args.shape)}"
         fail("dequantize_", rule, tuple(args.out.shape), "Pass a tensor of that shape")
-    same = _DequantizeArgs(args.buffers, args.quantizer, args.shape, args.out.dtype)
+    same = DequantizeArgs(args.buffers, args.quantizer, args.shape, args.out.dtype)
     _dequantize_fill(args.out, same)
 
 

@@ -50,7 +50,7 @@ class Conversion:
     def heading(self) -> str:
         """The title and the counts, in one line."""
         total = len(self.swapped) + len(self.skipped)
-        return f"{self.title}: {len(self.swapped)} of {total} linear layers"
+        return f"{self.title}: {len(self.swapped)} of {total} layers"
 
     def __str__(self) -> str:
         lines = [self.heading]

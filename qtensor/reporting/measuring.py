@@ -15,15 +15,10 @@ import torch
 from torch import Tensor
 
 from qtensor.api import quantizer_of
-from qtensor.checkpoints.conversion.rows import (
-    decodes_in_rows,
-    our_values,
-    parts_of,
-    plain_values,
-    row_parts,
-)
+from qtensor.checkpoints.conversion.rows import our_values, parts_of, plain_values
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.formats import Element
+from qtensor.core.operand import decodes_in_rows, row_parts
 from qtensor.debug.error_report import RunningErrors, decibel
 from qtensor.debug.statistics import OUTLIER
 from qtensor.debug.viewer import View, show
@@ -31,6 +26,7 @@ from qtensor.quantizers import Quantizer
 from qtensor.reference.blocks import to_blocks
 from qtensor.reference.elements import code_values
 from qtensor.storage.numbers import factors_of_elements
+from qtensor.storage.rebuild import tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 
 _SHOWN_ROWS, _SHOWN_COLS = 2, 32
@@ -158,8 +154,14 @@ class Part(NamedTuple):
     """Original values (rows, K)."""
 
 
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Return the matrix that a quantized weight of a convolution holds, and others as they are."""
+    return tensor_of(tensor) if isinstance(tensor, QuantizedTensor) else tensor
+
+
 def bounds_of(tensor: Tensor) -> list[tuple[int, int]]:
     """Return (first row, end) of each part of the (M, K) view of a tensor."""
+    tensor = as_matrix(tensor)
     if not tensor.numel():
         return []
     quantizer = quantizer_of(tensor) if isinstance(tensor, QuantizedTensor) else None
@@ -171,6 +173,9 @@ def bounds_of(tensor: Tensor) -> list[tuple[int, int]]:
 def part_of(tensor: Tensor, original: Tensor | None, bounds: tuple[int, int]) -> Part:
     """Return some rows of a tensor and of its original."""
     start, stop = bounds
+    if (matrix := as_matrix(tensor)) is not tensor:
+        tensor = matrix
+        original = None if original is None else original.reshape(matrix.shape)
     rows, cols = rows_cols(tensor.shape)
     base = None
     if original is not None:
@@ -195,6 +200,8 @@ def measure(tensor: Tensor, original: Tensor | None) -> Measured:
     Without an original of its shape, nothing is compared.
     """
     quantizer = quantizer_of(tensor) if isinstance(tensor, QuantizedTensor) else None
+    if (matrix := as_matrix(tensor)) is not tensor:
+        tensor, original = matrix, None if original is None else original.reshape(matrix.shape)
     codes = None if quantizer is None else Codes.empty(quantizer.element)
     cols = rows_cols(tensor.shape)[1]
     found = Statistics(columns=cols)

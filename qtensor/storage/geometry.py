@@ -15,6 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from qtensor.core import operand
 from qtensor.core.buffer_shapes import Shape, buffer_shape, ceil_div, is_empty, rows_cols
 from qtensor.core.errors import QTensorError, UnsupportedError, fail, this_rank
 from qtensor.core.formats import Dim, FormatSpec, Slot
@@ -476,25 +477,6 @@ def select_rows(
     Returns:
         Buffers, in slot order, of a tensor of shape (count, d1, ..., dn).
     """
-    inner = math.prod(t.shape[1:-1])
-    result = []
-    for slot in t._quantizer.slots if slots is None else slots:
-        buffer = getattr(t, slot.name)
-        position = next((i for i, d in enumerate(slot.dims) if d.axis in ("lead", "m")), None)
-        if position is None:
-            result.append(buffer)
-            continue
-        axis = slot.dims[position]
-        # An entry of dim 0 may hold several rows: with whole blocks, none shares a factor.
-        if slot.swizzled or inner % axis.per:
-            return None
-        each = 1 if axis.axis == "lead" else inner // axis.per * axis.units
-        result.append(buffer.index_select(position, _positions(index, each)))
-    return result
-
-
-def _positions(index: Tensor, each: int) -> Tensor:
-    """Return the positions that the entries ``index`` cover, if ``each`` lie in an entry."""
-    if each == 1:
-        return index
-    return (index[:, None] * each + torch.arange(each, device=index.device)).reshape(-1)
+    slots = t._quantizer.slots if slots is None else slots
+    buffers = [getattr(t, slot.name) for slot in slots]
+    return operand.select_rows(slots, buffers, t.shape, index)

@@ -104,6 +104,8 @@ def of_parts(
     return t
 
 
+RESHAPED = "reshaped"
+"""The layout of a tensor under a shape in which its codes and factors have no form."""
 FROM_PARTS: dict[str, Callable[[Sequence[QuantizedTensor]], QuantizedTensor]] = {}
 """Functions by layout: each makes a tensor of parts that a compiled graph returns."""
 
@@ -133,6 +135,20 @@ def same(t: Q) -> Q:
     if origin is not FRESH:
         other._origin = origin
     return other
+
+
+def reshaped(t: Q, shape: Shape) -> Q:
+    """Return ``t`` under another shape, in which its codes and factors need no form."""
+    origin = Origin(
+        is_copy=t._origin.is_copy, layout=RESHAPED, may_be_padded=t._origin.may_be_padded
+    )
+    # Another object: the caller may give `t` other buffers.
+    return of_parts(type(t), tuple(shape), t._context[1], t._quantizer, [same(t)], origin)
+
+
+def tensor_of(t: S) -> S:
+    """Return the tensor that a reshaped view holds, and any other tensor as it is."""
+    return t._parts[0] if t._origin.layout == RESHAPED else t  # type: ignore[return-value]
 
 
 def take_over(t: QuantizedTensor, value: QuantizedTensor) -> None:

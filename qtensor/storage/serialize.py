@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, TypeVar
+import math
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from qtensor.core.errors import fail
 from qtensor.core.quantizer_registry import check_buffers, parse
 from qtensor.storage.checks import as_shape, check_nominal
-from qtensor.storage.rebuild import part_names
+from qtensor.storage.rebuild import part_names, reshaped, tensor_of
 from qtensor.storage.registry import lookup
 
 if TYPE_CHECKING:
@@ -75,6 +76,38 @@ def rebuild(
     return tensor
 
 
+def rebuild_view(
+    tensor: Any,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+    attributes: dict[str, Any] | None = None,
+) -> Any:
+    """Return the reshaped view that ``reduce`` took apart.
+
+    Args:
+        tensor: the tensor in the view.
+        shape: the shape of the view.
+        requires_grad: True if the view requires grad.
+        is_parameter: True if the view is a ``torch.nn.Parameter``.
+        attributes: other attributes of the object.
+
+    Raises:
+        QTensorError: ``tensor`` is not a quantized tensor with as many elements.
+    """
+    sizes, known = as_shape(_OP, shape), getattr(tensor, "_quantizer", None) is not None
+    if not (known and isinstance(tensor, Tensor) and tensor.numel() == math.prod(sizes)):
+        got = f"{sizes} of a {type(tensor).__name__}"
+        fail(_OP, "a view holds a quantized tensor with as many elements", got, _FIX)
+    view: Any = reshaped(cast(Any, tensor), sizes)
+    view.requires_grad_(bool(requires_grad))
+    if is_parameter:
+        view._is_param = True
+    if attributes:
+        _restore_attributes(_OP, view, attributes)
+    return view
+
+
 def _restore_attributes(
     op: str, tensor: QuantizedTensorStorage, attributes: dict[str, Any]
 ) -> None:
@@ -106,13 +139,14 @@ def attributes_of(t: QuantizedTensorStorage) -> dict[str, Any]:
 def state(t: QuantizedTensorStorage) -> tuple[Any, ...]:
     """Return the arguments of ``rebuild`` that make an equal tensor or storage."""
     buffers = dict(zip(t._quantizer.keywords, t.buffers(), strict=True))
+    about = (type(t).__qualname__, tuple(t.shape), t.dtype, t._quantizer.canonical)
+    return (*about, buffers, *_flags(t))
+
+
+def _flags(t: QuantizedTensorStorage) -> tuple[Any, ...]:
+    """Return the last arguments of ``rebuild`` and ``rebuild_view``."""
     attributes = attributes_of(t)
     return (
-        type(t).__qualname__,
-        tuple(t.shape),
-        t.dtype,
-        t._quantizer.canonical,
-        buffers,
         bool(getattr(t, "requires_grad", False)),
         bool(getattr(t, "_is_param", False)),
         # An empty dict is left out, so that files do not grow.
@@ -121,7 +155,9 @@ def state(t: QuantizedTensorStorage) -> tuple[Any, ...]:
 
 
 def reduce(t: QuantizedTensorStorage) -> tuple[Any, ...]:
-    """Return ``rebuild`` and its arguments, for ``__reduce_ex__``."""
+    """Return ``rebuild`` or ``rebuild_view`` and its arguments, for ``__reduce_ex__``."""
+    if (tensor := tensor_of(t)) is not t:
+        return rebuild_view, (tensor, tuple(t.shape), *_flags(t))
     saved = list(state(t))
     if t._origin.is_part:
         # A part is saved as a tensor of its own. Sharing bytes would also require the view note.
@@ -133,15 +169,24 @@ def deepcopy(t: S, memo: dict[int, Any]) -> S:
     """Return a copy that shares no buffer or attribute with ``t``, for ``__deepcopy__``."""
     if id(t) in memo:
         return memo[id(t)]
-    saved = list(state(t))
-    saved[4] = {keyword: buffer.clone() for keyword, buffer in saved[4].items()}
-    attributes = saved.pop() if len(saved) > 7 else {}
-    copied = memo[id(t)] = rebuild(*saved)
-    copied_attributes = copy.deepcopy(attributes, memo)
-    if copied_attributes:
-        copied.__dict__.update(copied_attributes)
-    return copied
+    copied: Any
+    if (tensor := tensor_of(t)) is not t:
+        copied = rebuild_view(deepcopy(tensor, {}), tuple(t.shape), *_flags(t)[:2])
+    else:
+        saved = list(state(t)[:7])
+        saved[4] = {keyword: buffer.clone() for keyword, buffer in saved[4].items()}
+        copied = rebuild(*saved)
+    memo[id(t)] = copied
+    attributes = copy.deepcopy(attributes_of(t), memo)
+    if attributes:
+        copied.__dict__.update(attributes)
+    return cast(S, copied)
 
 
 # Older files use the second name.
-torch.serialization.add_safe_globals([rebuild, parse, (parse, "qtensor.registry.parse")])
+torch.serialization.add_safe_globals([
+    rebuild,
+    rebuild_view,
+    parse,
+    (parse, "qtensor.registry.parse"),
+])

@@ -21,7 +21,7 @@ from qtensor.modules.input_quantizer import InputQuantizer, input_format, is_sta
 from qtensor.weights.calibrated import CalibratedInput, CalibratedKeysValues, Calibration
 from qtensor.weights.calibration import run_all
 from qtensor.weights.groups import layer_groups
-from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
+from qtensor.weights.layers import Filter, WeightLayer, match, weight_layers
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.metrics import as_batches, same_random_numbers
 from qtensor.weights.progress import Shown, progress_of
@@ -161,9 +161,9 @@ def _float32(value: float) -> float:
 
 def _wanted(
     model: nn.Module, format: object, filter_fn: Filter | None
-) -> tuple[dict[str, LinearLayer], dict[str, Any]]:
+) -> tuple[dict[str, WeightLayer], dict[str, Any]]:
     """Return the layers whose inputs are quantized, and the quantizers."""
-    layers, skipped = linear_layers(OP, model, filter_fn, inputs=True)
+    layers, skipped = weight_layers(OP, model, filter_fn, inputs=True)
     rule = "the model needs a linear layer"
     why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
     check(bool(layers), OP, rule, why, "Check the model and filter_fn")
@@ -196,7 +196,7 @@ class _Maxima:
     """Observe the largest magnitudes, or a histogram of magnitudes, of each layer's inputs."""
 
     def __init__(
-        self, layers: Mapping[str, LinearLayer], groups: _Groups, options: _Options
+        self, layers: Mapping[str, WeightLayer], groups: _Groups, options: _Options
     ) -> None:
         self._groups, self._options = groups, options
         self.rows = {name: [0] * layer.experts for name, layer in layers.items()}

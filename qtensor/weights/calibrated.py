@@ -20,7 +20,7 @@ from qtensor.modules.input_quantizer import (
     input_format,
     set_input_quantizer,
 )
-from qtensor.weights.layers import Filter, LinearLayer, linear_layers
+from qtensor.weights.layers import Filter, WeightLayer, weight_layers
 
 _VERSION = 1
 
@@ -96,7 +96,7 @@ class Calibration:
             UnsupportedError: a layer is a stack of experts or another that multiplies several
                 weights; no layer was changed.
         """
-        layers, out = linear_layers("Calibration.apply", model, filter_fn, inputs=True)
+        layers, out = weight_layers("Calibration.apply", model, filter_fn, inputs=True)
         known = {*layers, *(report.name for report in out if report.note == "filtered")}
         missing = [name for name in self.inputs if name not in known]
         rule = "the model must have every layer of the calibration"
@@ -187,6 +187,6 @@ class Calibration:
     __repr__ = __str__
 
 
-def _is_single(layer: LinearLayer) -> bool:
+def _is_single(layer: WeightLayer) -> bool:
     """Return True if each module of a layer multiplies its input by one weight."""
     return not layer.stacked and layer.experts == 1

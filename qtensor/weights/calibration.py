@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.core.errors import check, fail
-from qtensor.weights.layers import LinearLayer
+from qtensor.weights.layers import WeightLayer
 from qtensor.weights.metrics import run, same_random_numbers
 from qtensor.weights.visits import Finish, See, visiting
 
@@ -49,7 +49,7 @@ class _Reached(BaseException):
 def run_all(
     op: str,
     model: Callable[..., Any],
-    layers: Mapping[str, LinearLayer],
+    layers: Mapping[str, WeightLayer],
     batches: Sequence[Any],
     watch: tuple[See, Finish, Callable[[], None]],
 ) -> None:
@@ -67,7 +67,7 @@ def run_all(
 
 
 def survey(
-    model: nn.Module, layers: Mapping[str, LinearLayer], batches: Sequence[Any], op: str = OP
+    model: nn.Module, layers: Mapping[str, WeightLayer], batches: Sequence[Any], op: str = OP
 ) -> dict[str, LayerInputs]:
     """Run the model on all inputs, and return what each layer received, in the order of first use.
 
@@ -126,7 +126,7 @@ def groups(found: Mapping[str, LayerInputs]) -> list[tuple[str, ...]]:
 def hessians(
     model: nn.Module,
     name: str,
-    layer: LinearLayer,
+    layer: WeightLayer,
     inputs: LayerInputs,
     batches: Sequence[Any],
     experts: range,

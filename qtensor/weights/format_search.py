@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -18,11 +18,11 @@ from qtensor.core.journal import Journal
 from qtensor.quantizers import Quantizer
 from qtensor.weights.groups import layer_groups
 from qtensor.weights.knapsack import Option, front
-from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
+from qtensor.weights.layers import PRODUCTS, Filter, WeightLayer, match, weight_layers
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
 from qtensor.weights.metrics import Metric, as_batches, fingerprint, named_metric
 from qtensor.weights.progress import Progress, Shown, progress_of
-from qtensor.weights.quantize import as_quantizer
+from qtensor.weights.quantize import as_quantizer, short_rows
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
 """Called with (measurements done, all measurements, what was measured)."""
@@ -35,7 +35,7 @@ class _Group:
     """Layers that get one format, and the formats to choose from."""
 
     names: tuple[str, ...]
-    layers: tuple[LinearLayer, ...]
+    layers: tuple[WeightLayer, ...]
     formats: tuple[Quantizer | None, ...]
 
     @property
@@ -47,7 +47,7 @@ class _Group:
         weights = [weight for layer in self.layers for weight in layer.weights]
         return sum(stored_bytes(weight, chosen) for weight in weights)
 
-    def choice(self, option: int) -> dict[LinearLayer, Quantizer | None]:
+    def choice(self, option: int) -> dict[WeightLayer, Quantizer | None]:
         return dict.fromkeys(self.layers, self.formats[option])
 
     def text(self, option: int) -> str | None:
@@ -65,17 +65,18 @@ def search(
     groups: Iterable[Sequence[str]] | None = None,
     pinned: Mapping[str, Format | None] | None = None,
     filter_fn: Filter | None = None,
+    kinds: Collection[str] = PRODUCTS,
     progress: Shown = None,
     resume: str | PathLike[str] | None = None,
 ) -> SearchResult:
-    """Choose a format for the weight of each linear layer, so that the model's error is least.
+    """Choose a format for the weight of each layer, so that the model's error is least.
 
     Each group of layers is quantized alone, to each format, and the metric compares the model's
     outputs with those in high precision. The search assumes that the errors of the groups add up,
     finds the best choice exactly under this assumption, and measures it. The model is unchanged.
 
     The layers are those of ``quantize_``, except layers of qtensor; with ``activations``, they are
-    ``nn.Linear`` layers with weights of their own.
+    ``nn.Linear`` layers with weights of their own, outside of attention.
 
     Args:
         model: the root; it runs in eval mode, without gradients.
@@ -93,6 +94,8 @@ def search(
         pinned: formats (None: high precision) of layers by name or pattern, which are not searched.
             A format of one layer holds for all layers of its group.
         filter_fn: ``(module, name) -> bool`` selects layers; the others do not count.
+        kinds: kinds of layers, as for ``quantize_``. A convolution has the formats whose blocks are
+            not longer than its rows, and stays in high precision if there is none.
         progress: called after each measurement, with (measurements done, all, group and format). By
             default, a line in a terminal shows it; False shows nothing.
         resume: path of a file that keeps the measurements. A search that was interrupted goes on
@@ -110,7 +113,8 @@ def search(
     """
     metric_name, function = named_metric(metric)
     batches = as_batches("search", "inputs", inputs)
-    parts = _groups(model, formats, groups, pinned or {}, filter_fn, activations)
+    layers = _layers(model, filter_fn, kinds, activations)
+    parts = _groups(layers, formats, groups, pinned or {})
     values = sum(part.values for part in parts)
     sizes = [[part.bytes(i) for i in range(len(part.formats))] for part in parts]
     limit = _limit(budget_bits, values, sum(map(min, sizes)))
@@ -143,21 +147,26 @@ def search(
     )
 
 
+def _layers(
+    model: nn.Module, filter_fn: Filter | None, kinds: Collection[str], activations: bool
+) -> dict[str, WeightLayer]:
+    """Return the layers that are searched, by name."""
+    layers, skipped = weight_layers("search", model, filter_fn, kinds, plain=True)
+    if activations:
+        layers = {name: layer for name, layer in layers.items() if layer.is_plain}
+    rule = f"the model needs layers of kinds={tuple(kinds)} with weights in high precision"
+    why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+    check(bool(layers), "search", rule, why, "Check the model, kinds and filter_fn")
+    return layers
+
+
 def _groups(
-    model: nn.Module,
+    layers: Mapping[str, WeightLayer],
     formats: Sequence[Format | None],
     groups: Iterable[Sequence[str]] | None,
     pinned: Mapping[str, Format | None],
-    filter_fn: Filter | None,
-    activations: bool,
 ) -> list[_Group]:
-    """Return the groups of the model's layers, each with its formats."""
-    layers, skipped = linear_layers("search", model, filter_fn, plain=True)
-    if activations:
-        layers = {name: layer for name, layer in layers.items() if layer.is_plain}
-    rule = "the model needs linear layers with weights in high precision"
-    why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
-    check(bool(layers), "search", rule, why, "Check the model and filter_fn")
+    """Return the groups of the layers, each with its formats."""
     if isinstance(formats, str) or not isinstance(formats, Iterable):
         rule, fix = "formats is a list of formats", 'Pass for example ["nvfp4", "mxfp8"]'
         fail("search", rule, repr(formats), fix, ArgumentTypeError)
@@ -176,7 +185,12 @@ def _groups(
         fix = "Pin them to one format, or pass groups= in which they are apart"
         check(len(set(pins.values())) <= 1, "search", rule, got, fix)
         found = tuple(dict.fromkeys(pins.values())) or choices
-        parts.append(_Group(names, tuple(layers[name] for name in names), found))
+        members = tuple(layers[name] for name in names)
+        long = tuple(q for q in found if q is None or not any(short_rows(m, q) for m in members))
+        rule = "a convolution is pinned to a format whose blocks are not longer than its rows"
+        fix = "Pin it to None, or to another format"
+        check(bool(long or not pins), "search", rule, ", ".join(names), fix)
+        parts.append(_Group(names, members, long or (None,)))
     return parts
 
 

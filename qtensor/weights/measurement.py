@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtensor.api import quantize
 from qtensor.quantizers import Quantizer
-from qtensor.weights.layers import LinearLayer, replaced
+from qtensor.weights.layers import WeightLayer, replaced
 from qtensor.weights.metrics import Metric, call, measured, same_random_numbers
 
 
@@ -38,7 +38,7 @@ class Measurement:
     def _output(self, index: int) -> Tensor:
         return call("search", f"inputs[{index}]", self.model, self.batches[index])
 
-    def __call__(self, choice: Mapping[LinearLayer, Quantizer | None]) -> float:
+    def __call__(self, choice: Mapping[WeightLayer, Quantizer | None]) -> float:
         """Return the mean error over the inputs with some layers quantized.
 
         None leaves a layer as it is.

@@ -21,7 +21,7 @@ from qtensor.modules.conversion import LayerReport
 from qtensor.storage.ops.lost_changes import left_of
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights import calibration as inputs_of
-from qtensor.weights.layers import LinearLayer, named_layers
+from qtensor.weights.layers import WeightLayer, named_layers
 from qtensor.weights.libraries import library_changes
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.merge_report import LayerMerge, Merge, warn_of_losses
@@ -49,7 +49,7 @@ class Change:
     """
 
     name: str
-    layer: LinearLayer
+    layer: WeightLayer
     compute: Callable[[], Tensor]
     merged: Callable[[bool], None]
 
@@ -160,7 +160,7 @@ def _changes(
     return changes, skipped
 
 
-def _plain_change(name: str, layers: Mapping[str, LinearLayer], pair: Any) -> Change:
+def _plain_change(name: str, layers: Mapping[str, WeightLayer], pair: Any) -> Change:
     """Return the change that ``adapters[name]`` describes."""
     if name not in layers:
         rule = "each key of adapters is the name of a linear layer"

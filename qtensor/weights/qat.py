@@ -69,15 +69,15 @@ def prepare_qat_(
             check(safe, PREPARE, rule, each.quantizer.canonical, "Drop stochastic_rounding")
         notes = {} if activations is False else _quantize_inputs(model, wanted, activations)
         for each in wanted:
-            for module in each.linear.modules:
+            for module in each.target.modules:
                 # Stacks of experts have several weights, each a layer of its own.
-                known = before.get(module, _Weights({}, each.linear.transposed))
-                new = dict.fromkeys(each.linear.parameters, each.quantizer)
+                known = before.get(module, _Weights({}, each.target.transposed))
+                new = dict.fromkeys(each.target.parameters, each.quantizer)
                 before[module] = known._replace(quantizers={**known.quantizers, **new})
     swapped = []
     for each in wanted:
-        note = each.quantizer.canonical + notes.get(each.name, "") + each.linear.note
-        swapped.append(report_of(each.name, each.linear, note))
+        note = each.quantizer.canonical + notes.get(each.name, "") + each.target.note
+        swapped.append(report_of(each.name, each.target, note))
     return Conversion(PREPARE, tuple(swapped), tuple(skipped))
 
 

@@ -18,7 +18,7 @@ from qtensor.reference.blocks import spread
 from qtensor.weights import calibration
 from qtensor.weights.calibration import OP, LayerInputs
 from qtensor.weights.compensation import Rounded, compensate
-from qtensor.weights.layers import LinearLayer
+from qtensor.weights.layers import WeightLayer
 from qtensor.weights.metrics import as_batches
 from qtensor.weights.scale_search import best_factors
 
@@ -132,7 +132,7 @@ class Layer:
     """A layer to quantize, and the format of its weights."""
 
     name: str
-    linear: LinearLayer
+    target: WeightLayer
     quantizer: Quantizer
 
 
@@ -141,15 +141,20 @@ def check_weight(layer: Layer, own: str, weight: Tensor, rounding: Rounding) -> 
 
     The weight is (N, K), or (E, N, K) for stacked experts; ``own`` is its name in the layer.
     """
-    name = layer.name if layer.linear.stacked else f"{layer.name}.{own}"
+    name = layer.name if layer.name.endswith(own) else f"{layer.name}.{own}"
     check_grid(OP, layer.quantizer)
+    if rounding.needs_inputs and not layer.target.multiplies_inputs:
+        rule = "a rounding that reads inputs needs layers whose inputs can be seen"
+        got = f"{name}, of kind {layer.target.kind!r}"
+        fix = 'Leave its kind out, and quantize it in a second call with "nearest" or "mse"'
+        fail(OP, rule, got, fix)
     if weight.is_meta:
         rule = 'a weight must have values if rounding is not "nearest"'
         fail(OP, rule, f"{name} on the meta device", "Load the weights first")
     if not weight.isfinite().all():
         rule = 'a weight must be finite if rounding is not "nearest"'
         fail(OP, rule, f"NaN or inf in {name}", "Repair it, or leave it out with filter_fn")
-    if layer.linear.stacked and rounding.needs_inputs:
+    if layer.target.stacked and rounding.needs_inputs:
         rows = grid_of(layer.quantizer, weight).block[0]
         rule = "each expert must have factors of its own, because it has inputs of its own"
         fix = 'Choose a format with smaller blocks, or rounding="mse"'
@@ -171,17 +176,17 @@ def round_weights(
     """
     for layer in layers:
         if rounding.chooses:
-            for name, weight in zip(layer.linear.parameters, layer.linear.weights, strict=True):
+            for name, weight in zip(layer.target.parameters, layer.target.weights, strict=True):
                 check_weight(layer, name, weight, rounding)
     if not rounding.needs_inputs:
         for layer in layers:
-            layer.linear.put([
-                by_scales(w, layer.quantizer, rounding) for w in layer.linear.weights
+            layer.target.put([
+                by_scales(w, layer.quantizer, rounding) for w in layer.target.weights
             ])
             yield layer, ""
         return
     named = {layer.name: layer for layer in layers}
-    found = calibration.survey(model, {layer.name: layer.linear for layer in layers}, batches)
+    found = calibration.survey(model, {layer.name: layer.target for layer in layers}, batches)
     for group in calibration.groups(found):
         totals: list[Tensor] = []
         for name in group:
@@ -190,10 +195,10 @@ def round_weights(
             for experts in calibration.expert_ranges(inputs):
                 known = [inputs.squares[expert] for expert in experts]
                 if rounding.compensate:
-                    if layer.linear.experts > 1 or not totals:
+                    if layer.target.experts > 1 or not totals:
                         totals = []
                         totals = calibration.hessians(
-                            model, name, layer.linear, inputs, batches, experts
+                            model, name, layer.target, inputs, batches, experts
                         )
                     # The matrix is overwritten; the last layer that shares it needs no copy.
                     known = totals if name == group[-1] else [total.clone() for total in totals]
@@ -201,7 +206,7 @@ def round_weights(
                     rounded(matrices.grid(expert), rounding, own)
                     for expert, own in zip(experts, known, strict=True)
                 ]
-            layer.linear.put(matrices.tensors(done))
+            layer.target.put(matrices.tensors(done))
             yield layer, _note(rounding, inputs, done)
 
 
@@ -250,8 +255,8 @@ class Matrices:
 
     def __init__(self, layer: Layer) -> None:
         """Read the weights of a layer."""
-        self._quantizer, self._stacked = layer.quantizer, layer.linear.stacked
-        self._weights = layer.linear.weights
+        self._quantizer, self._stacked = layer.quantizer, layer.target.stacked
+        self._weights = layer.target.weights
         self._grids = [grid_of(layer.quantizer, weight) for weight in self._weights]
 
     def grid(self, expert: int) -> Grid:

@@ -15,7 +15,7 @@ from qtensor.core.texts import aligned
 from qtensor.modules.conversion import Conversion
 from qtensor.modules.convert import convert_
 from qtensor.recipes import CustomRecipe, Role
-from qtensor.weights.layers import match
+from qtensor.weights.layers import KINDS, match
 from qtensor.weights.quantize import quantize_
 
 _VERSION = 1
@@ -100,7 +100,9 @@ class SearchResult:
             QTensorError: the model has no layer of a name.
         """
         if not self.activations:
-            return quantize_(model, self.formats, lambda module, name: name in self.formats)
+            return quantize_(
+                model, self.formats, lambda module, name: name in self.formats, kinds=KINDS
+            )
         chosen = {name for name, format in self.formats.items() if format is not None}
         known = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         match("SearchResult.apply", self.formats, known, "the result")

@@ -1,4 +1,4 @@
-"""Show the inputs of linear layers while a model runs."""
+"""Show the inputs of layers with products while a model runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mha
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.weights.layers import LinearLayer
+from qtensor.weights.layer_inputs import inputs_of
+from qtensor.weights.layers import WeightLayer
 
 See = Callable[[str, int, Tensor], None]
 """Called with the name of a layer, the number of an expert or 0, and rows (R, K) of its input."""
@@ -26,7 +27,7 @@ Finish = Callable[[str, Tensor | None], None]
 
 @contextmanager
 def visiting(
-    op: str, layers: Mapping[str, LinearLayer], see: See, finish: Finish
+    op: str, layers: Mapping[str, WeightLayer], see: See, finish: Finish
 ) -> Iterator[Callable[[Any], None]]:
     """Call ``see`` and ``finish`` for each call of the layers.
 
@@ -39,27 +40,22 @@ def visiting(
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         masks[0] = mask if isinstance(mask, Tensor) else None
 
-    def hook_of(name: str) -> Any:
+    def hook_of(name: str, layer: WeightLayer) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # nn.Linear names its argument "input", and Conv1D names it "x".
-            x = args[0] if args else kwargs.get("input", kwargs.get("x"))
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                rule = "the input of a linear layer is a floating tensor"
-                fix = "Leave the layer out with filter_fn"
-                fail(op, rule, f"{type(x).__name__} for {name}", fix, ArgumentTypeError)
-            values = x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
-            mask = masks[0]
-            # As for the metrics of a search, positions that are padding do not count.
-            if mask is not None and values.ndim == 3 and mask.shape == values.shape[:2]:
-                values = values[mask.bool()]
-            rows = values.detach().flatten(0, -2).float()
-            parts: tuple[Tensor, ...] = (rows,)
-            if isinstance(module, GroupedLinear):
-                sizes = args[1] if len(args) > 1 else kwargs["m_splits"]
-                parts = rows.split(sizes.tolist() if isinstance(sizes, Tensor) else list(sizes))
-            for expert, part in enumerate(parts):
-                see(name, expert, part)
-            finish(name, x)
+            inputs, shared = inputs_of(op, name, layer, args, kwargs)
+            for values in inputs:
+                mask = masks[0]
+                # As for the metrics of a search, positions that are padding do not count.
+                if mask is not None and values.ndim == 3 and mask.shape == values.shape[:2]:
+                    values = values[mask.bool()]
+                rows = values.detach().flatten(0, -2).float()
+                parts: tuple[Tensor, ...] = (rows,)
+                if isinstance(module, GroupedLinear):
+                    sizes = args[1] if len(args) > 1 else kwargs["m_splits"]
+                    parts = rows.split(sizes.tolist() if isinstance(sizes, Tensor) else list(sizes))
+                for expert, part in enumerate(parts):
+                    see(name, expert, part)
+            finish(name, shared)
 
         return hook
 
@@ -68,13 +64,16 @@ def visiting(
         for name, layer in layers.items():
             if layer.stacked:
                 continue
-            for module in layer.modules:
-                hook = module.register_forward_pre_hook(hook_of(name), with_kwargs=True)
-                stack.callback(hook.remove)
+            for module in layer.modules if layer.attention is None else (layer.attention,):
+                if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    hook = module.register_forward_pre_hook(hook_of(name, layer), with_kwargs=True)
+                    stack.callback(hook.remove)
         if stacks:
             stack.enter_context(_one_expert_at_a_time(stacks, finish))
             stack.enter_context(_Products(stacks, see))
-        # Hooks do not run in graphs that were compiled without them.
+        # Hooks do not run in fused layers, nor in graphs that were compiled without them.
+        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield padding
 
@@ -82,7 +81,7 @@ def visiting(
 class _Products(TorchFunctionMode):
     """Calls ``see`` for each product ``linear(x, weight[expert])`` with stacked weights."""
 
-    def __init__(self, layers: Mapping[str, LinearLayer], see: See) -> None:
+    def __init__(self, layers: Mapping[str, WeightLayer], see: See) -> None:
         super().__init__()
         self._see = see
         self._layers = {}
@@ -122,7 +121,7 @@ def _codes(weight: Any) -> Tensor:
 
 
 @contextmanager
-def _one_expert_at_a_time(layers: Mapping[str, LinearLayer], finish: Finish) -> Iterator[None]:
+def _one_expert_at_a_time(layers: Mapping[str, WeightLayer], finish: Finish) -> Iterator[None]:
     """Let experts of transformers run their loop of one linear product after the other.
 
     By default they multiply all experts at once, by ``grouped_mm``. The class's own forward, which

@@ -92,7 +92,7 @@ def test_a_dict_of_formats(tmp_path):
             assert (f"{name}.weight" in found) == expected
             format = "mxfp8" if name.endswith(".to_q") else "nvfp4"
             assert (f"weight={format}" in str(layer)) == expected
-    with pytest.raises(qtensor.QTensorError, match=r"must match a linear layer.*got '\*\.to_x'"):
+    with pytest.raises(qtensor.QTensorError, match=r"must match a layer.*got '\*\.to_x'"):
         load("flux", tmp_path, quantization_config=QTensorConfig({"*.to_x": "nvfp4"}))
 
 

@@ -279,7 +279,7 @@ def test_in_evaluation_a_transformer_layer_calls_its_layers():
 def test_text():
     text = str(convert(model()))
     assert text.splitlines() == [
-        "convert_ to MXFP8BlockScaling: 4 of 5 linear layers",
+        "convert_ to MXFP8BlockScaling: 4 of 5 layers",
         "",
         "swapped (4)",
         "  layer         in -> out  count  note",

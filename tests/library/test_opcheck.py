@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import delayed_cases
+import layer_weights_cases
 import pytest
 import torch
 from attention_cases import MAKERS as ATTENTION_OPS
 from attention_cases import attention_samples
 from compile_helpers import ordinary, quantizers, seeded
 from formats import BY_NAME, FORMATS, FormatCase
-from linear_cases import (
-    linear_backward,
-    linear_forward,
-)
+from linear_cases import linear_backward, linear_forward
 from pointwise_cases import POINTWISE, pointwise
 from torch import Tensor
 
@@ -364,6 +362,8 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize_": dequantize_,
     "qtensor::gemm": gemm,
     "qtensor::weight_gemm": weight_gemm,
+    "qtensor::convolution": layer_weights_cases.convolution,
+    "qtensor::used_rows": layer_weights_cases.used_rows,
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::linear_forward": linear_forward,
     "qtensor::linear_backward": linear_backward,

@@ -71,6 +71,7 @@ REASONS: dict[str, str] = {
     "qtensor/storage/rebuild.py::part": "how a view relates to the whole, each fact by its name",
     "qtensor/checkpoints/saving.py::save": "public; all but three are keyword-only options",
     "qtensor/weights/activations.py::calibrate": "public; all but three are keyword-only options",
+    "qtensor/weights/quantize.py::quantize_": "public; all but three are keyword-only options",
     "qtensor/weights/format_search.py::search": "public; all but two are keyword-only options",
     "qtensor/weights/merging.py::merge_lora_": "public; all but two are keyword-only options",
     "qtensor/storage/serialize.py::rebuild": (

@@ -64,7 +64,7 @@ def test_what_stays():
         ("nvfp5", "Choose one of"),
         ("fp8_delayed", "no earlier steps"),
         (7, "format"),
-        ({"1": "nvfp4"}, "must match a linear layer"),
+        ({"1": "nvfp4"}, "must match a layer"),
         ({"0": "nvfp4", "nothing*": "mxfp8"}, r"'nothing\*'"),
         ({"0": "nvfp4", "2": "nvfp5"}, "nvfp5"),
     ],
@@ -81,7 +81,7 @@ def test_bad_models():
         qtensor.quantize_("model", "nvfp4")
     with pytest.raises(qtensor.ArgumentTypeError, match="filter_fn"):
         qtensor.quantize_(make_model(), "nvfp4", "0")
-    with pytest.raises(qtensor.QTensorError, match=r"needs a linear layer"):
+    with pytest.raises(qtensor.QTensorError, match=r"needs a layer"):
         qtensor.quantize_(nn.Sequential(nn.ReLU()), "nvfp4")
     with pytest.raises(qtensor.QTensorError, match="filtered"):
         qtensor.quantize_(make_model(), "nvfp4", lambda module, name: False)

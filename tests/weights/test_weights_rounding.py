@@ -22,7 +22,7 @@ from torch import nn
 import qtensor
 from qtensor.weights.calibration import groups, survey
 from qtensor.weights.compensation import inverse_factor
-from qtensor.weights.layers import LinearLayer
+from qtensor.weights.layers import WeightLayer
 from qtensor.weights.rounding import ROUNDINGS
 
 every_format = pytest.mark.parametrize("fmt", [*FORMATS, *OPTIONS])
@@ -155,7 +155,7 @@ def test_other_dtypes(dtype):
 def test_layers_that_share_inputs():
     """One Hessian serves q and k; the survey counts rows and squares without padding."""
     model, batches = Block().eval(), make_inputs()
-    layers = {name: LinearLayer((model.get_submodule(name),)) for name in ("out", "k", "q")}
+    layers = {name: WeightLayer((model.get_submodule(name),)) for name in ("out", "k", "q")}
     found = survey(model, layers, batches)
     assert groups(found) == [("q", "k"), ("out",)]
     assert found["q"].rows == [2 * 4 * 64]

@@ -257,7 +257,7 @@ def test_the_model_is_restored_after_an_error():
         ({"groups": [["0", "7"]]}, "groups must match"),
         ({"groups": [["0"], ["*"]]}, "one group only"),
         ({"groups": ["02"]}, "a list of names"),
-        ({"filter_fn": lambda module, name: False}, "needs linear layers.* got 0: filtered"),
+        ({"filter_fn": lambda module, name: False}, "needs layers of kinds.* got 0: filtered"),
     ],
 )
 def test_bad_arguments(change, message):

@@ -119,7 +119,7 @@ class _Tensor:
             self._refuse("the tensor must be readable", self.group.target.reason, fix)
         if self.request.dtype is not None:
             return self._decoded(self.group, self.request.dtype)
-        if self.request.chosen(self.name, False, True):
+        if self.group.matrix is None and self.request.chosen(self.name, False, True):
             wanted = self.request.quantizer
             if wanted is not None and not self._is_already(wanted):
                 return self._quantized(REQUANTIZED, self.group.shape, self.group.dtype)

@@ -20,13 +20,13 @@ from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
 from qtensor.checkpoints.layout_base import Group
 from qtensor.core.buffer_shapes import buffer_shapes, ceil_div, rows_cols
+from qtensor.core.operand import ROW_STEP, decodes_in_rows, row_parts
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_
 from qtensor.quantizers import Quantizer
+from qtensor.storage.rebuild import tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 
-STEP = 128
-"""Parts begin at a multiple of this number of rows."""
 PART = 1 << 20
 """Elements of a part, about: its float32 values fit the caches of a core."""
 _ALIGNMENT = 64
@@ -64,38 +64,8 @@ def _cores() -> int:
 def parts_of(shape: Sequence[int]) -> list[tuple[int, int]]:
     """Return (first row, end) of each part of the (M, K) view."""
     rows, cols = rows_cols(shape)
-    step = max(1, PART // max(cols, 1) // STEP) * STEP
+    step = max(1, PART // max(cols, 1) // ROW_STEP) * ROW_STEP
     return [(i, min(i + step, rows)) for i in range(0, rows, step)]
-
-
-def row_parts(
-    quantizer: Quantizer, buffers: Sequence[Tensor], shape: Sequence[int], bounds: tuple[int, int]
-) -> list[Tensor]:
-    """Return views of buffers that hold some rows; tensor-wide factors are in every part.
-
-    ``bounds`` are the first row, a multiple of ``STEP``, and the end.
-    """
-    rows = rows_cols(shape)[0]
-    start, stop = bounds
-    found = []
-    for slot, buffer in zip(quantizer.slots, buffers, strict=True):
-        axes = [dim.axis for dim in slot.dims]
-        if axes[0] == "lead":
-            found.append(buffer.reshape(rows, buffer.numel() // max(rows, 1))[start:stop])
-        elif "m" in axes:
-            at = axes.index("m")
-            dim = slot.dims[at]
-            first = start // dim.per * dim.units
-            end = buffer.shape[at] if stop == rows else ceil_div(stop, dim.per) * dim.units
-            found.append(buffer.narrow(at, first, end - first))
-        else:
-            found.append(buffer)
-    return found
-
-
-def decodes_in_rows(quantizer: Quantizer) -> bool:
-    """Return True if some rows of the buffers decode to those rows of the values."""
-    return bool(quantizer.rowwise and not quantizer.columnwise_value)
 
 
 def quantizes_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> bool:
@@ -133,6 +103,8 @@ def plain_values(tensor: Tensor) -> Values:
 
 def our_values(tensor: QuantizedTensor, dtype: torch.dtype) -> Values:
     """Return the values of a quantized tensor by our arithmetic."""
+    if tensor_of(tensor) is not tensor:
+        return plain_values(tensor.dequantize(dtype))
     quantizer, shape = quantizer_of(tensor), tuple(tensor.shape)
     buffers, cols = tensor.buffers(), rows_cols(shape)[1]
 
@@ -156,7 +128,7 @@ def origin_values(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Valu
         if isinstance(tensor, QuantizedTensor):
             return our_values(tensor, dtype)
     if len(group.shape) == 2 and reader.rows_apart(group):
-        first = _stored_rows(group, stored, 0, min(STEP, group.shape[0]))
+        first = _stored_rows(group, stored, 0, min(ROW_STEP, group.shape[0]))
         if first is not None:
             return _origin_parts(checkpoint, group, stored, dtype)
     return plain_values(checkpoint.dense(name, dtype))
@@ -183,8 +155,8 @@ def _stored_rows(
             found[role] = tensor
         elif tensor.shape[0] == rows:
             found[role] = tensor[start:stop]
-        elif rows > STEP and tensor.shape[0] == ceil_div(rows, STEP):
-            found[role] = tensor[start // STEP : ceil_div(stop, STEP)]
+        elif rows > ROW_STEP and tensor.shape[0] == ceil_div(rows, ROW_STEP):
+            found[role] = tensor[start // ROW_STEP : ceil_div(stop, ROW_STEP)]
         else:
             return None
     return found

@@ -16,6 +16,7 @@ from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_su
 from qtensor.checkpoints.inspection.summary import values_of
 from qtensor.checkpoints.modes import in_memory
 from qtensor.core.texts import aligned
+from qtensor.storage.rebuild import tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 
 EQUAL_BYTES, EQUAL_VALUES, DIFFERENT = "equal bytes", "equal values", "different"
@@ -143,7 +144,8 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     if isinstance(a, QuantizedTensor) != isinstance(b, QuantizedTensor) or _format(a) != _format(b):
         return False
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        return all(_same_bytes(x, y) for x, y in zip(a.buffers(), b.buffers(), strict=True))
+        pairs = zip(tensor_of(a).buffers(), tensor_of(b).buffers(), strict=True)
+        return all(_same_bytes(x, y) for x, y in pairs)
     if a.shape != b.shape:
         return False
     raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]

@@ -16,19 +16,18 @@ from qtensor.checkpoints.checkpoint import Checkpoint, Row, open_checkpoint, ope
 from qtensor.checkpoints.containers.base import Path, TensorInfo
 from qtensor.checkpoints.conversion.conversion_report import json_number
 from qtensor.checkpoints.conversion.rows import (
-    STEP,
     Values,
-    decodes_in_rows,
     origin_values,
     our_values,
     plain_values,
-    row_parts,
 )
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.modes import in_memory
 from qtensor.core.buffer_shapes import rows_cols
+from qtensor.core.operand import ROW_STEP, decodes_in_rows, row_parts
 from qtensor.debug.viewer import Region, View, show
 from qtensor.storage.numbers import factors_of_elements
+from qtensor.storage.rebuild import tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 
 BLOCKS = 2
@@ -316,11 +315,11 @@ def _blocks(tensor: Tensor) -> Iterator[Block]:
     """Yield the first blocks of the first row of a quantized tensor."""
     if not isinstance(tensor, QuantizedTensor) or not tensor.numel():
         return
-    quantizer = quantizer_of(tensor)
+    tensor, quantizer = tensor_of(tensor), quantizer_of(tensor)
     if not decodes_in_rows(quantizer):
         return
     rows, cols = rows_cols(tensor.shape)
-    some = (0, min(STEP, rows))
+    some = (0, min(ROW_STEP, rows))
     parts = row_parts(quantizer, tensor.buffers(), tensor.shape, some)
     row = quantizer.assemble([part.contiguous() for part in parts], (some[1], cols), tensor.dtype)
     width = min((quantizer.value_block or (1, cols))[1], cols)

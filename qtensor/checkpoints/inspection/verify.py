@@ -24,6 +24,7 @@ from qtensor.checkpoints.inspection.summary import values_of
 from qtensor.checkpoints.modes import in_memory
 from qtensor.core.formats import Slot
 from qtensor.quantizers import Quantizer
+from qtensor.storage.rebuild import tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 
 ERROR, WARNING = "error", "warning"
@@ -214,7 +215,7 @@ def _quantized_problems(tensor: QuantizedTensor) -> Iterator[str]:
 
 def _buffers(tensor: QuantizedTensor) -> list[Tensor]:
     """Return the buffers, without padding where they are rowwise."""
-    quantizer = quantizer_of(tensor)
+    tensor, quantizer = tensor_of(tensor), quantizer_of(tensor)
     if not quantizer.rowwise or quantizer.columnwise_value:
         return list(tensor.buffers())
     parts = [part for part in rowwise_parts(tensor) if part is not None]

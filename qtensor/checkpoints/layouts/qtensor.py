@@ -1,12 +1,14 @@
 """Read and write our own layout: every buffer of a quantized tensor, and its quantizer.
 
 docs/checkpoints.md has the layout byte for byte. The header text ``qtensor`` of each file is a JSON
-object: ``{"version": 1, "tensors": {name: {"quantizer", "shape", "dtype", "buffers"}}}``.
+object: ``{"version": 1, "tensors": {name: {"quantizer", "shape", "dtype", "buffers"}}}``. The
+weight of a convolution also has ``"matrix"``, the shape (N, K) in which it is quantized.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -19,7 +21,7 @@ from qtensor.checkpoints.containers.safetensors import parse_json
 from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Group, Layout, Loaded, Source, Writer
 from qtensor.core.buffer_shapes import buffer_shapes
 from qtensor.core.errors import QTensorError
-from qtensor.storage.rebuild import FLOATING
+from qtensor.storage.rebuild import FLOATING, reshaped, tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 
 KEY = "qtensor"
@@ -58,9 +60,10 @@ class QTensorWriter(Writer):
         The label of the weight has the name itself. The first weight brings an empty tensor with
         the name ``NOTE``.
         """
+        inner = tensor_of(tensor)
         stored = {
             f"{name}.{keyword}": buffer
-            for keyword, buffer in zip(tensor.quantizer.keywords, tensor.buffers(), strict=True)
+            for keyword, buffer in zip(tensor.quantizer.keywords, inner.buffers(), strict=True)
         }
         self._entries[name] = {
             "quantizer": tensor.quantizer.canonical,
@@ -68,6 +71,8 @@ class QTensorWriter(Writer):
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "buffers": dict(zip(tensor.quantizer.keywords, stored, strict=True)),
         }
+        if inner is not tensor:
+            self._entries[name]["matrix"] = list(inner.shape)
         self._noted = self._noted or name
         note = {NOTE: torch.empty(0, dtype=torch.uint8)} if name == self._noted else {}
         return {**stored, name: label(tensor.quantizer.canonical), **note}
@@ -183,7 +188,13 @@ class QTensorLayout(Layout):
             rule = f"{quantizer.canonical} has the buffers {list(quantizer.keywords)}"
             self.refuse(name, rule, repr(names), "Write the file again")
         roles = {keyword: self._stored(name, names[keyword]) for keyword in names}
-        sizes = buffer_shapes(quantizer.slots, shape)
+        matrix = None
+        if entry.get("matrix") is not None:
+            matrix = checked_shape(entry["matrix"], self.source.path, name, self.name)
+            if len(matrix) != 2 or math.prod(matrix) != math.prod(shape):
+                rule = f"the matrix of a weight {list(shape)} has as many values"
+                self.refuse(name, rule, list(matrix), "Write the file again")
+        sizes = buffer_shapes(quantizer.slots, matrix or shape)
         for slot, size in zip(quantizer.slots, sizes, strict=True):
             info = roles[slot.keyword]
             # The buffers of a part of a tensor may lack padding; assemble checks the lower bound.
@@ -198,7 +209,8 @@ class QTensorLayout(Layout):
             if stored is not None and (key == NOTE or stored.shape[:-1] == _ONES):
                 roles[f"label {key}"] = stored
         dtype = _DTYPES[entry["dtype"]]
-        return Group(name, roles, shape, dtype, quantizer, quantizer.canonical)
+        scheme = quantizer.canonical
+        return Group(name, roles, shape, dtype, quantizer, scheme, matrix=matrix)
 
     def _stored(self, name: str, stored: object) -> TensorInfo:
         if not isinstance(stored, str) or stored not in self.source.tensors:
@@ -209,7 +221,10 @@ class QTensorLayout(Layout):
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return the tensor around the buffers of the file."""
         buffers = [stored[keyword] for keyword in group.quantizer.keywords]
-        return group.quantizer.assemble(buffers, group.shape, group.dtype)
+        if group.matrix is None:
+            return group.quantizer.assemble(buffers, group.shape, group.dtype)
+        matrix = group.quantizer.assemble(buffers, group.matrix, group.dtype)
+        return reshaped(matrix, group.shape)
 
     def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
         """Return True: we are the origin."""

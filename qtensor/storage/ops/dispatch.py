@@ -19,6 +19,7 @@ from qtensor.storage.ops import (  # noqa: F401
     fused_layers,
     grouped,
     indexing,
+    layer_weights,
     padding,
     products,
     views,

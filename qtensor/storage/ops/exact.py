@@ -10,9 +10,9 @@ import torch
 from qtensor.core.buffer_shapes import normalize
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.storage import geometry
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import QuantizedTensorStorage, is_quantized
 from qtensor.storage.checks import check_nominal
-from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
+from qtensor.storage.ops.table import PRESERVE, Args, Handler, Kwargs, Op, implements
 from qtensor.storage.ops.views import own_copy
 from qtensor.storage.ops.write import copy_into, plain
 from qtensor.storage.origin import FRESH, Origin, of_copy
@@ -20,15 +20,33 @@ from qtensor.storage.rebuild import (
     FLOATING,
     is_row_major,
     map_buffers,
+    reshaped,
     same,
     separate,
     set_origin,
     strides_of,
+    tensor_of,
     with_buffers,
 )
 
 if TYPE_CHECKING:
     from qtensor.storage.tensor import QuantizedTensor
+
+
+def _of_the_tensor(handler: Handler) -> Handler:
+    """Return a handler that does to a reshaped view what it does to the tensor in the view."""
+
+    def run(func: Op, args: Args, kwargs: Kwargs) -> Any:
+        t = args[0]
+        if (inner := tensor_of(t)) is t:
+            return handler(func, args, kwargs)
+        result = handler(func, (inner, *args[1:]), kwargs)
+        if is_quantized(result):
+            return reshaped(result, t.shape)
+        return result.view(t.shape) if isinstance(result, torch.Tensor) else result
+
+    return run
+
 
 _ROW_MAJOR = (None, torch.contiguous_format, torch.preserve_format)
 
@@ -48,11 +66,13 @@ def _check_memory_format(
     """
     if memory_format not in _ROW_MAJOR:
         rule = "a quantized tensor is stored in contiguous_format"
-        fix = "Drop memory_format=, or call it on .dequantize()"
+        fix = "Drop memory_format=, call it on .dequantize(), or give a model its memory format "
+        fix += "before quantize_: the inputs of a convolution decide that of its output"
         fail(f"{op}[{t._quantizer.format}]", rule, memory_format, fix, UnsupportedError)
 
 
 @implements(PRESERVE, "contiguous")
+@_of_the_tensor
 def _contiguous(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle contiguous, which arrives here in inference mode."""
     t = args[0]
@@ -61,6 +81,7 @@ def _contiguous(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(PRESERVE, "clone")
+@_of_the_tensor
 def _clone(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle clone: the copy of a transpose is a transpose in memory of its own, as in torch."""
     t, memory_format = args[0], kwargs.get("memory_format")
@@ -77,6 +98,7 @@ def _clone(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(PRESERVE, "_to_copy")
+@_of_the_tensor
 def _to_copy(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``to``: move the buffers, and change the nominal dtype without changing a byte.
 
@@ -102,7 +124,14 @@ def _copy_(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return copy_into(args[0], args[1])
 
 
-@implements(PRESERVE, "empty_like", "new_empty", "new_empty_strided", "new_zeros")
+@implements(PRESERVE, "new_empty", "new_empty_strided", "new_zeros")
+def _new(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Handle new_empty and new_zeros, which name the shape."""
+    return _empty(func, args, kwargs)
+
+
+@implements(PRESERVE, "empty_like")
+@_of_the_tensor
 def _empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle empty_like, new_empty and new_zeros: the quantizer allocates the buffers."""
     t, name = args[0], func._schema.name
@@ -171,11 +200,13 @@ def _cat(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(PRESERVE, "_pin_memory")
+@_of_the_tensor
 def _pin(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return map_buffers(args[0], lambda b: b.pin_memory(), origin=of_copy(args[0]._origin))
 
 
 @implements(PRESERVE, "is_pinned")
+@_of_the_tensor
 def _is_pinned(func: Op, args: Args, kwargs: Kwargs) -> bool:
     return all(b.is_pinned() for b in args[0].buffers())
 

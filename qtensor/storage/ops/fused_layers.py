@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.storage.base import is_quantized
-from qtensor.storage.ops.table import COMPUTE, Args, Kwargs, Op, implements
+from qtensor.storage.ops.table import COMPUTE, Args, Kwargs, Op, implements, named
 
 _ATTENTION, _PADDING = 0, 1
 """Kinds of masks: (L, S), and (B, S). Any other kind is (B, heads, L, S)."""
@@ -19,7 +19,7 @@ _ATTENTION, _PADDING = 0, 1
 @implements(COMPUTE, "_transformer_encoder_layer_fwd")
 def _encoder_layer(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle a layer of ``nn.TransformerEncoder``: attention and MLP, each with its own norm."""
-    given = _named(func, args, kwargs)
+    given = named(func, args, kwargs)
     x, mask = given["src"], given["mask"]
     if is_quantized(x):
         _refuse(func, "src")
@@ -51,7 +51,7 @@ def _encoder_layer(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 @implements(COMPUTE, "_native_multi_head_attention")
 def _native_attention(func: Op, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
     """Handle ``nn.MultiheadAttention`` in eval mode."""
-    given = _named(func, args, kwargs)
+    given = named(func, args, kwargs)
     inputs = given["query"], given["key"], given["value"]
     if any(is_quantized(x) or x.is_nested for x in inputs):
         _refuse(func, "query, key or value, or a nested one")
@@ -95,13 +95,6 @@ def _attention(
         average_attn_weights=average,
     )
     return y.transpose(0, 1), probabilities
-
-
-def _named(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Return the arguments of a call by name, with the defaults of the schema."""
-    schema = func._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in schema}
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def _refuse(func: Op, name: str) -> None:

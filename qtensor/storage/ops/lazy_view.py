@@ -5,7 +5,8 @@ Such a view is a tensor of the class of its parts, and holds these parts instead
 | layout | shape | made by |
 |---|---|---|
 | transposed | (..., B, A) of a stack (..., A, B) | ``stack.mT`` |
-| flat | (numel,) | ``view(-1)`` of a tensor whose codes or factors have no 1-D form |
+| reshaped | (numel,) | ``view(-1)`` of a tensor whose codes or factors have no 1-D form |
+| reshaped | (N, C, *kernel) | the weight of a convolution, the matrix (N, C * prod(kernel)) |
 | stacked | (n * d0, ...) of n parts (d0, ...) | a gather of parts that do not make up one tensor |
 | sliced | (..., d, ..., K), a part (d, ..., K) for each index before d | a slice of a middle dim |
 
@@ -36,6 +37,7 @@ from qtensor.storage.rebuild import (
     FROM_PARTS,
     Q,
     of_parts,
+    reshaped,
     same,
     set_origin,
     viewed_strides,
@@ -137,38 +139,56 @@ class Transposed(Layout):
         return None
 
 
-class Flat(Layout):
-    """A tensor under the shape (numel,): libraries store it and take the shape back later."""
+class Reshaped(Layout):
+    """A tensor under a shape in which its codes and factors have no form.
+
+    Libraries store a tensor as (numel,) and take its shape back later. The weight of a convolution
+    is a matrix, of which each row holds the values of an output channel.
+    """
 
     def values(self, t: QuantizedTensorStorage, dtype: torch.dtype | None) -> Tensor:
-        """Return the values in a row."""
+        """Return the values of the tensor under the other shape."""
         return values(t._parts[0], dtype).view(t.shape)
 
     def laid_out(self, t: QuantizedTensor) -> NoReturn:
-        """Refuse: codes and factors have no form with one dim.
+        """Refuse: codes and factors have no form with this shape.
 
         Raises:
             UnsupportedError: always.
         """
+        tensor = t._parts[0]
         fail(
             f"view[{t._quantizer.format}]",
-            "a 1-D view of codes or factors that have no 1-D form only holds the tensor",
-            t._quantizer.canonical,
-            "View it back to its shape first, or call .dequantize() before the view"
-            + geometry.BUCKETS,
+            f"a view {tuple(t.shape)} of codes or factors that have no form of this shape only "
+            "holds the tensor",
+            f"{t._quantizer.canonical} {tuple(tensor.shape)}",
+            f"View it back to {tuple(tensor.shape)} first, or call .dequantize() before the view"
+            + geometry.BUCKETS * (t.ndim == 1),
             UnsupportedError,
         )
 
     def write(self, t: QuantizedTensor, src: Tensor, copy: Copy) -> None:
         """Write into the tensor."""
-        copy(t._parts[0], src.view(t._parts[0].shape))
+        copy(t._parts[0], src.reshape(t._parts[0].shape))
 
     def view(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
-        """Return the view of the tensor that has its own shape again, or another one."""
-        name = _name(func)
+        """Return the tensor under its own shape or another one, or some of its rows."""
+        name, (tensor,) = _name(func), t._parts
         if name in _VIEWS:
             shape = _known_sizes(t, args[0])
-            return same(t) if shape == tuple(t.shape) else func(t._parts[0], shape)
+            if shape == tuple(t.shape):
+                return same(t)
+            if shape == tuple(tensor.shape):
+                return same(tensor)
+            return reshaped(tensor, shape) if t.ndim == 1 else func(tensor, args[0])
+        if name in ("slice", "split", "split_with_sizes") and t.shape[0] == tensor.shape[0]:
+            at = 0 if name == "slice" else 1
+            if normalize(args[at] if len(args) > at else 0, t.ndim):
+                return None
+            result = func(tensor, *args)
+            parts = result if isinstance(result, (list, tuple)) else [result]
+            parts = [reshaped(part, (part.shape[0], *t.shape[1:])) for part in parts]
+            return parts if isinstance(result, (list, tuple)) else parts[0]
         return None
 
 
@@ -262,7 +282,7 @@ class Sliced(Stacked):
 
 LAYOUTS: dict[str, Layout] = {
     "transposed": Transposed(),
-    "flat": Flat(),
+    "reshaped": Reshaped(),
     "stacked": Stacked(),
     "sliced": Sliced(),
 }
@@ -369,11 +389,6 @@ def transposed_stack(stack: Q) -> Q:
     shape = (*stack.shape[:-2], stack.shape[-1], stack.shape[-2])
     # Another object: the caller may give `stack` other buffers.
     return _lazy(shape, quantizer, [same(stack)], "transposed")
-
-
-def flat(t: Q) -> Q:
-    """Return ``t`` under the shape (numel,)."""
-    return _lazy((t.numel(),), t._quantizer, [same(t)], "flat")
 
 
 def stacked(parts: Sequence[Q]) -> Q:

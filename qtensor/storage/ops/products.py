@@ -1,4 +1,4 @@
-"""Compute products and embeddings of quantized operands."""
+"""Compute products of quantized operands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, DtypeError, fail
 from qtensor.core.operand import Operand, plain_operand
-from qtensor.core.quantizer_registry import parse, usage_part
 from qtensor.kernels.products.problem import Pair, facts_of, sides
-from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.gemm import (
     GEMM,
     GEMM_TENSOR,
@@ -22,7 +20,6 @@ from qtensor.library.gemm import (
     check_operands,
     output_shape,
 )
-from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage, TensorOrStorage, is_quantized
 from qtensor.storage.ops.lazy_view import stack_of
 from qtensor.storage.ops.table import COMPUTE, LIBRARY, Args, Kwargs, Op, implements
@@ -307,28 +304,6 @@ def matmul(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 def _dequantize(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``torch.dequantize(q)``, which does not call the method of the class."""
     return plain(args[0])
-
-
-@implements(COMPUTE, "embedding")
-def _embedding(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
-    """Handle ``embedding``: decode only the rows that ``index`` names."""
-    weight, index = args[:2]
-    if not is_quantized(weight) or is_quantized(index):
-        fail(
-            "embedding",
-            "the table may be quantized, the index not",
-            type(index).__name__,
-            "Pass integer indices",
-        )
-    _, rowwise = usage_part(weight._quantizer.canonical, "rowwise")
-    buffers = None
-    if rowwise and weight.ndim == 2:
-        buffers = geometry.select_rows(weight, index.reshape(-1), parse(rowwise).slots)
-    if buffers is None:
-        return func(plain(weight), index, *args[2:], **kwargs)
-    columns = weight.shape[1]
-    rows = DEQUANTIZE(buffers, rowwise, (index.numel(), columns), weight.dtype)
-    return rows.reshape(*index.shape, columns)
 
 
 # ---- F.scaled_mm, of which the modules are imported by the first call

@@ -55,3 +55,10 @@ def implements(table: Table, *names: str) -> Callable[[Handler], Handler]:
         return handler
 
     return enter
+
+
+def named(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Return the arguments of a call by name, with the defaults of the schema."""
+    schema = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}

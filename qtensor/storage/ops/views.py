@@ -11,7 +11,7 @@ import torch
 from qtensor.core.buffer_shapes import normalize, rows_cols, squeezed, unsqueezed
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.storage import geometry
-from qtensor.storage.ops.lazy_view import flat, sliced, transposed_stack
+from qtensor.storage.ops.lazy_view import sliced, transposed_stack
 from qtensor.storage.ops.padding import buffers_before, may_end_with_padding
 from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.write import plain
@@ -19,6 +19,7 @@ from qtensor.storage.origin import FRESH, Padded, Split, of_copy
 from qtensor.storage.rebuild import (
     Q,
     part,
+    reshaped,
     same,
     set_origin,
     strides_of,
@@ -213,11 +214,11 @@ def _flat(t: Q) -> Q:
     """Return ``t.view(-1)``; it only holds ``t`` if codes or factors have no 1-D form."""
     quantizer = t._quantizer
     if quantizer.columnwise or quantizer.two_dimensional:
-        return flat(t)
+        return reshaped(t, (t.numel(),))
     try:
         return view_tensor(t, (-1,))
     except UnsupportedError:
-        return flat(t)
+        return reshaped(t, (t.numel(),))
 
 
 @implements(PRESERVE, "as_strided")

@@ -25,6 +25,7 @@ from qtensor.storage import geometry
 from qtensor.storage.base import is_quantized
 from qtensor.storage.ops.table import Args, Kwargs, Op
 from qtensor.storage.ops.write import begin_write
+from qtensor.storage.rebuild import tensor_of
 
 if TYPE_CHECKING:
     from qtensor.storage.tensor import QuantizedTensor
@@ -277,6 +278,7 @@ def _quantize_into(to: CheckpointPart, values: Tensor) -> None:
 
 
 def _write(to: CheckpointPart, source: CheckpointPart) -> None:
+    to, source = _of_tensors(to, source)
     whole, slots = to.whole, to.whole._quantizer.slots
     shared = begin_write(whole)
     areas = [(slot_area(whole, s, to.area), slot_area(source.whole, s, source.area)) for s in slots]
@@ -296,6 +298,24 @@ def _write(to: CheckpointPart, source: CheckpointPart) -> None:
         begin_load(whole)
     else:
         _LOADED[whole] = (*loaded, to.area)
+
+
+def _of_tensors(
+    to: CheckpointPart, source: CheckpointPart
+) -> tuple[CheckpointPart, CheckpointPart]:
+    """Return the parts of the tensors in reshaped views, such as weights of convolutions.
+
+    Raises:
+        UnsupportedError: one side is a view and the other side is not, or not all of it is loaded.
+    """
+    inner = tensor_of(to.whole), tensor_of(source.whole)
+    if inner[0] is to.whole and inner[1] is source.whole:
+        return to, source
+    wholes = all(tuple(part.shape) == tuple(part.whole.shape) for part in (to, source))
+    if not wholes or inner[0].shape != inner[1].shape:
+        rule = "the weight of a convolution is loaded whole, as it was saved"
+        _refuse(to.whole, rule, f"{source.area} of {tuple(source.whole.shape)}")
+    return CheckpointPart(inner[0], entry=to.entry), CheckpointPart(inner[1])
 
 
 _LOADED: WeakIdKeyDictionary = WeakIdKeyDictionary()
