@@ -181,7 +181,7 @@ def test_formats_by_layer_and_formats_without_a_factor():
     ("options", "message"),
     [
         ({"format": "fp8_delayed"}, "rowwise, to nearest"),
-        ({"format": {"nope": "fp8"}}, "must match a linear layer"),
+        ({"format": {"nope": "fp8"}}, "must match a layer"),
         ({"observer": "mean"}, "observer is one of"),
         ({"percentile": 0}, "above 0"),
         ({"headroom": 0.5}, "from 1 on"),
