@@ -12,7 +12,7 @@ from qtensor.core.errors import check
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_hook import TRANSFORM, set_input_step
 from qtensor.modules.input_transform import InputTransform, hadamard_matrix, rotate
-from qtensor.weights.layers import Filter, LinearLayer, is_experts, linear_layers
+from qtensor.weights.layers import Filter, WeightLayer, is_experts, weight_layers
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.metrics import as_batches, call, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
@@ -62,7 +62,7 @@ def rotate_(
     """
     rule, fix = "size is a power of two of at least 16", "Pass 128"
     check(size >= LEAST and power_of_two_in(size) == size, OP, rule, size, fix)
-    layers, skipped = linear_layers(OP, model, filter_fn, plain=True)
+    layers, skipped = weight_layers(OP, model, filter_fn, plain=True)
     batches = as_batches(OP, "calibration", calibration)
     swapped: list[LayerReport] = []
     with evaluating(model), torch.no_grad(), same_random_numbers(model):
@@ -124,12 +124,12 @@ def moved_by(got: Sequence[Tensor], want: Sequence[Tensor]) -> float | None:
     return None if worst <= _TOLERANCE.get(want[0].dtype, 0.05) else worst
 
 
-def transforms(layer: LinearLayer) -> bool:
+def transforms(layer: WeightLayer) -> bool:
     """Return whether the layer scales or rotates its inputs at each call."""
     return any(TRANSFORM in module._modules for module in layer.modules)
 
 
-def _obstacle(layer: LinearLayer, size: int) -> str:
+def _obstacle(layer: WeightLayer, size: int) -> str:
     """Return the reason for which the inputs of a layer are not rotated at each call, or ""."""
     if not layer.is_plain:
         return "its inputs cannot be rotated at each call"
@@ -148,7 +148,7 @@ def rotated(x: Tensor, size: int) -> Tensor:
     return rotate(x, hadamard_matrix(size, x.device, x.dtype))
 
 
-def _rotate_online(layer: LinearLayer, size: int, undo: bool = False) -> None:
+def _rotate_online(layer: WeightLayer, size: int, undo: bool = False) -> None:
     """Rotate a layer's weight and, at each call, its input; or undo it."""
     (module,), (weight,) = layer.modules, layer.stored
     weight.copy_(rotated(weight.double(), size))

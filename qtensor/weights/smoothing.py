@@ -16,7 +16,7 @@ from qtensor.core.errors import check
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_hook import TRANSFORM
 from qtensor.quantizers import Quantizer
-from qtensor.weights.layers import Filter, LinearLayer, linear_layers
+from qtensor.weights.layers import Filter, WeightLayer, weight_layers
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.metrics import as_batches, call, run, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
@@ -116,7 +116,7 @@ def smooth_(
     check(alpha is None or 0 <= alpha <= 1, OP, rule, alpha, fix)
     weights = cast(Quantizer, as_quantizer(OP, format))
     quantized = _decoded(weights), _decoded(as_quantizer(OP, inputs) if inputs else None)
-    layers, skipped = linear_layers(OP, model, filter_fn, plain=True)
+    layers, skipped = weight_layers(OP, model, filter_fn, plain=True)
     batches = as_batches(OP, "calibration", calibration)
     swapped = []
     with evaluating(model), torch.no_grad(), same_random_numbers(model):
@@ -143,7 +143,7 @@ def smooth_(
 # ---- places
 
 
-def find_folds(model: nn.Module, layers: Mapping[str, LinearLayer], batch: Any) -> list[Fold]:
+def find_folds(model: nn.Module, layers: Mapping[str, WeightLayer], batch: Any) -> list[Fold]:
     """Return the places where scales can be folded, those of norms first.
 
     Places of one kind (the same names in each block) are tried together.
@@ -195,7 +195,7 @@ def _module(name: str, model: nn.Module) -> str:
     return name if name in dict(model.named_modules()) else name.rpartition(".")[0]
 
 
-def _behind_layers(model: nn.Module, layers: Mapping[str, LinearLayer]) -> Iterator[Fold]:
+def _behind_layers(model: nn.Module, layers: Mapping[str, WeightLayer]) -> Iterator[Fold]:
     """Yield pairs of layers of one block: the outputs of the first may be inputs of the second."""
     blocks: dict[str, list[str]] = {}
     for name, layer in layers.items():
@@ -222,7 +222,7 @@ def _behind_layers(model: nn.Module, layers: Mapping[str, LinearLayer]) -> Itera
 
 def _samples(
     model: nn.Module,
-    layers: Mapping[str, LinearLayer],
+    layers: Mapping[str, WeightLayer],
     folds: Sequence[Fold],
     batches: Sequence[Any],
 ) -> dict[str, Tensor]:

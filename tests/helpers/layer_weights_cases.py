@@ -33,11 +33,13 @@ def used_rows(case: FormatCase) -> Iterator[Sample]:
     yield (table, q.canonical, [40, 48], torch.empty(0, dtype=torch.int64), -1, torch.float32), {}
 
 
-def quantized(make: Any, rows: int, columns: int) -> tuple[list[torch.Tensor], str]:
-    """Return the buffers and the text of a quantized matrix with rowwise data."""
-    canonical = ""
+def quantized(
+    make: Any, rows: int, columns: int, turned: bool = False
+) -> tuple[list[torch.Tensor], str]:
+    """Return the buffers and the text of a quantized matrix (rows, columns), or its transpose."""
+    shape, canonical = (columns, rows) if turned else (rows, columns), ""
     while not canonical:
-        weight, canonical = make.operand(rows, columns, columnwise=False)
+        weight, canonical = make.operand(*shape, columnwise=False)
     return weight, canonical
 
 

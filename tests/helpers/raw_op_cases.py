@@ -6,11 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import layer_weights_cases as layers
 import torch
 from attention_cases import MAKERS as ATTENTION
 from formats import BY_NAME
-from layer_weights_cases import MAKERS as LAYER_WEIGHTS
-from layer_weights_cases import quantized
 from scaled_mm_cases import scaled_grouped_gemm
 from torch import Tensor
 
@@ -173,8 +172,7 @@ def _gemm(make: Maker) -> Arguments:
 
 def _weight_gemm(make: Maker) -> Arguments:
     n, layout = make.random.choice((32, 48)), make.random.choice(("TN", "NN"))
-    shape = (n, make.columns)[:: 1 if layout == "TN" else -1]
-    weight, canonical = quantized(make, *shape)
+    weight, canonical = layers.quantized(make, n, make.columns, layout == "NN")
     return {
         "x": make.floats(make.rows, make.columns),
         "weight": weight,
@@ -349,7 +347,7 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
     "dequantize_tensor": lambda make: {"x": make.floats(make.rows, 8), "dtype": make.dtype},
     "gemm": _gemm,
     "weight_gemm": _weight_gemm,
-    **LAYER_WEIGHTS,
+    **layers.MAKERS,
     "gemm_tensor": lambda make: {
         **{"a": make.floats(make.rows, 32), "b": make.floats(48, 32), "layout": "TN"},
         **{"dtype": make.maybe(make.dtype), "bias": make.maybe(make.floats(48))},
