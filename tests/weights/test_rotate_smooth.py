@@ -12,7 +12,7 @@ from qtensor.modules.input_hook import QUANTIZER, set_input_step
 from qtensor.modules.input_quantizer import InputQuantizer
 from qtensor.modules.input_transform import InputTransform, hadamard_matrix
 from qtensor.weights.calibration import survey
-from qtensor.weights.layers import linear_layers
+from qtensor.weights.layers import weight_layers
 from qtensor.weights.rotation import rotated
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -199,7 +199,7 @@ def test_roundings_see_rotated_inputs():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), torch.randn(50, 64)
     qtensor.rotate_(model, [x], size=16)
-    layers, _ = linear_layers("test", model, None)
+    layers, _ = weight_layers("test", model, None)
     with torch.no_grad():
         squares = survey(model, layers, [x])["0"].squares[0]
     torch.testing.assert_close(squares, rotated(x, 16).double().square().sum(0))
