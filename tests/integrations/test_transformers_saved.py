@@ -14,6 +14,7 @@ import qtensor
 from qtensor import checkpoints
 from qtensor.checkpoints.layouts.qtensor import NOTE
 from qtensor.integrations.transformers import QTensorConfig, attach, weights
+from qtensor.weights.layers import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -223,3 +224,35 @@ def test_shards_of_a_variant(tmp_path):
     for variant, codes in want.items():
         found = load(tmp_path / "both", variant=variant).model.layers[0].mlp.up_proj.weight
         assert torch.equal(found._rowwise_data, codes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_convolutions_are_saved(tied, tmp_path):
+    """``quantize_`` with all kinds of layers, then ``save_pretrained`` and ``from_pretrained``."""
+    about = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=128,
+        num_attention_heads=4, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(about).eval()
+    done = qtensor.quantize_(model, "nvfp4", kinds=KINDS)
+    assert done.swapped[0].name == "model.embed_tokens"
+    model.save_pretrained(tmp_path / "llama")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    assert torch.equal(logits(loaded), logits(model))
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    about = transformers.ViTConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    model, x = transformers.ViTModel(about).eval(), torch.randn(2, 3, 32, 32)
+    qtensor.quantize_(model, "nvfp4", kinds=KINDS)
+    model.save_pretrained(tmp_path / "vit")
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = transformers.ViTModel.from_pretrained(tmp_path / "vit", dtype=dtype).eval()
+        weight = loaded.embeddings.patch_embeddings.projection.weight
+        assert (weight.shape, weight.dtype) == ((64, 3, 8, 8), dtype)
+        assert isinstance(weight, qtensor.QuantizedTensor)
+        with torch.no_grad():
+            y = loaded(x.to(dtype)).last_hidden_state
+            if dtype == torch.float32:
+                assert torch.equal(y, model(x).last_hidden_state)
