@@ -24,6 +24,7 @@ from qtensor.reference.blocks import read_scales
 from qtensor.reference.elements import unpack_pairs
 from qtensor.reference.scaling import e8m0_decode_factor
 from qtensor.storage.base import is_quantized
+from qtensor.storage.rebuild import tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -335,6 +336,11 @@ class _Writer:
 
     def decoded(self, t: QuantizedTensor) -> ir.Value:
         """Return the value of a weight in its nominal dtype."""
+        if (matrix := tensor_of(t)) is not t:
+            # The weight of a convolution is quantized as a matrix.
+            shape = self._initializer("shape", np.array(t.shape, np.int64))
+            value = self.decoded(matrix)
+            return self._node("Reshape", [value, shape], tuple(t.shape), value.dtype.name)
         turned = t._quantizer.side() == "_columnwise" or not t._quantizer.rowwise
         stored = parts(cast("QuantizedTensor", t.t()) if turned else t)
         value = self._dequantized(stored)
@@ -386,8 +392,8 @@ class _Writer:
         return getattr(self.ir.DataType, name)
 
     def _initializer(self, part: str, data: NDArray[Any], element: str = "") -> ir.Value:
-        """Return an initializer of float32 numbers, or of element codes."""
-        name, kind = f"{self.name}.{part}", "FLOAT"
+        """Return an initializer of float32 or int64 numbers, or of element codes."""
+        name, kind = f"{self.name}.{part}", "INT64" if data.dtype == np.int64 else "FLOAT"
         if element:
             kind, numpy_name = _DTYPES[element]
             data = data.view(getattr(importlib.import_module("ml_dtypes"), numpy_name))

@@ -192,6 +192,18 @@ def test_stacks_and_shared_weights() -> None:
     np.testing.assert_allclose(hidden, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("fmt", ["fp8_rowwise", "mxfp8", "nvfp4"])
+def test_a_convolution(fmt: str) -> None:
+    """The weight is decoded as a matrix and takes its shape."""
+    model, x = nn.Conv2d(12, 16, 3, padding=1).eval(), torch.randn(2, 12, 5, 5)
+    qtensor.quantize_(model, fmt, kinds=["convolution"])
+    program = export(model, (x,), verbose=False)
+    proto = program.model_proto
+    onnx.checker.check_model(proto, full_check=True)
+    (y,) = ReferenceEvaluator(proto).run(None, {proto.graph.input[0].name: x.numpy()})
+    np.testing.assert_allclose(y, model(x).detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_in_a_file(tmp_path: Path) -> None:
     """Any batch, in onnxruntime, from a file a quarter as large as that of the plain model."""
     runtime = pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
