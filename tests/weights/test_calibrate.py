@@ -244,3 +244,38 @@ def test_keys_and_values_are_those_of_the_cache():
         assert name.endswith(f"layers.{layer}.self_attn")
         for which, value in enumerate((own.keys, own.values)):
             assert value == max(amaxes[0][layer][which], amaxes[1][layer][which])
+
+
+def test_a_fused_layer_of_torch_quantizes_its_inputs():
+    """torch computes an encoder layer as one op, but not one whose modules have hooks."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True).eval()
+    inputs = [torch.randn(2, 5, 64) for _ in range(2)]
+    with torch.no_grad():
+        plain = model(inputs[0])
+        found = qtensor.calibrate(model, inputs, "nvfp4")
+        found.apply(model)
+        assert list(found.inputs) == ["linear1", "linear2"]
+        seen = []
+        model.linear2.input_quantizer.register_forward_hook(lambda m, args, y: seen.append(y))
+        quantized = model(inputs[0])
+    assert not torch.equal(quantized, plain)
+    assert isinstance(seen[0], qtensor.QuantizedTensor)
+
+
+def test_a_sharded_model_is_refused():
+    """The largest magnitude of one rank is not that of all."""
+    distributed = pytest.importorskip("torch.distributed.tensor")
+    if torch.distributed.is_initialized():
+        pytest.skip("the process is in a group of other tests")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(32, 32))
+        weight = distributed.distribute_tensor(model[0].weight.detach(), mesh)
+        model[0].weight = nn.Parameter(weight)
+        with pytest.raises(qtensor.QTensorError, match="its weight is a DTensor"):
+            qtensor.calibrate(model, [torch.randn(2, 32)], "fp8")
+    finally:
+        torch.distributed.destroy_process_group()
