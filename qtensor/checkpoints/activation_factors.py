@@ -126,7 +126,7 @@ def with_calibration(
         if key is None or not isinstance(weight, QuantizedTensor):
             continue
         used.add(key)
-        state.update(_input_tensors(writer, name, quantizer_of(weight), calibration.inputs[key]))
+        state.update(input_tensors(writer, name, quantizer_of(weight), calibration.inputs[key]))
         writer.input_formats[module] = calibration.inputs[key].format
     left = [name for name in calibration.inputs if name not in used]
     if left:
@@ -160,7 +160,7 @@ def _calibrated_name(module: str, calibration: Calibration) -> str | None:
     return next((s for s in (f"{found[1]}.{s}" for s in stacks) if s in calibration.inputs), None)
 
 
-def _input_tensors(
+def input_tensors(
     writer: Writer, name: str, weight: Quantizer, own: CalibratedInput
 ) -> dict[str, Tensor]:
     """Return the stored factor of the input of a weight, by name."""
@@ -288,7 +288,7 @@ def _stored_input(checkpoint: Checkpoint, name: str, group: Group) -> Calibrated
     module = name.removesuffix(".weight")
     own = _joined(module, NAME)
     if own in checkpoint:
-        return _own_input(checkpoint, own)
+        return own_input(checkpoint, own)
     fmt = checkpoint.reader.input_format(group)
     marks = (".", "_") if name == f"{module}.weight" else ("_",)
     senses = checkpoint.reader.input_factors
@@ -318,7 +318,7 @@ def _stored_input(checkpoint: Checkpoint, name: str, group: Group) -> Calibrated
     return CalibratedInput(fmt, amax.item(), factor.item())
 
 
-def _own_input(checkpoint: Checkpoint, name: str) -> CalibratedInput:
+def own_input(checkpoint: Checkpoint, name: str) -> CalibratedInput:
     """Return what a tensor of our own layout says."""
     try:
         text = bytes(checkpoint[name].flatten().tolist()).decode()

@@ -253,3 +253,29 @@ def test_a_factor_without_a_finite_reciprocal_is_not_carried(tmp_path):
     checkpoints.save(state, tmp_path / "a", layout=CT)
     report = checkpoints.convert(tmp_path / "a", tmp_path / "b", "modelopt")
     assert "reciprocal" in report.not_carried["up.input_global_scale"]
+
+
+@pytest.mark.parametrize(("fmt", "layout"), [("nvfp4", CT), ("nvfp4", MODELOPT), ("fp8", CT)])
+def test_conversion_keeps_the_factors(tmp_path, fmt, layout):
+    """From our layout to another one, and back."""
+    model, found = calibrated(fmt)
+    checkpoints.save(model, tmp_path / "ours")
+    checkpoints.save(model, tmp_path / "saved", layout)
+    report = checkpoints.convert(tmp_path / "ours", tmp_path / "converted", layout)
+    assert report.not_carried == {}
+    names = ("model.safetensors", "config.json")
+    first, second = (checkpoints.open(tmp_path / n) for n in ("saved", "converted"))
+    with first, second:
+        assert sorted(first) == sorted(second)
+        for name in first:
+            assert_same_bytes(second[name], first[name])
+    configs = [(tmp_path / n / names[1]).read_text() for n in ("saved", "converted")]
+    inputs = [text.partition("input_activations")[2][:300] for text in configs]
+    assert inputs[0] == inputs[1]
+    checkpoints.convert(tmp_path / "converted", tmp_path / "back")
+    with torch.no_grad():
+        y = opened(tmp_path / "converted")(batches()[0])
+        assert_same_bytes(opened(tmp_path / "back")(batches()[0]), y)
+    again = checkpoints.convert(tmp_path / "ours", tmp_path / "other", layout, "mxfp8")
+    assert "calibrate again" in again.not_carried["q_proj.input_quantizer"]
+    assert found.inputs

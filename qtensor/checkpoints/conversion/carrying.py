@@ -7,12 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.activation_factors import factor_problem, kv_factor, wrong_factor
+from qtensor.checkpoints.activation_factors import (
+    factor_problem,
+    input_tensors,
+    kv_factor,
+    own_input,
+    wrong_factor,
+)
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.request import Request
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.input_transforms import PRE_SCALE, ROTATION
 from qtensor.checkpoints.layout_base import DIVISOR, Writer, find_layout
+from qtensor.modules.input_hook import QUANTIZER
 from qtensor.quantizers import Quantizer
 
 
@@ -29,14 +36,18 @@ class Carried(NamedTuple):
         name: name in the result.
         reciprocal: True if a factor becomes a divisor, or the reverse.
         shape: shape in the result, or None to keep the shape.
+        value: what is written in place of the tensor, or None.
     """
 
     name: str
     reciprocal: bool = False
     shape: tuple[int, ...] | None = None
+    value: Tensor | None = None
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Return the tensor as it is written."""
+        if self.value is not None:
+            return self.value
         if self.reciprocal:
             tensor = torch.ones((), dtype=torch.float32) / tensor.float()
         return tensor if self.shape is None else tensor.reshape(self.shape)
@@ -60,6 +71,8 @@ def carry(
         return _input_factor(checkpoint, request, writer, name)
     if checkpoint.layout == writer.layout or writer.keeps_names:
         return Carried(name)
+    if last == QUANTIZER:
+        return _own_input_factor(checkpoint, request, writer, name)
     target = find_layout(writer.layout)
     for which, new in enumerate(target.kv_factors):
         old = kv_factor(name, which)
@@ -119,6 +132,27 @@ def _input_factor(
     if wrong_factor(found.apply(checkpoint[name])):
         return NotCarried(f"the reciprocal of {checkpoint[name].item()} is no finite float32")
     return found
+
+
+def _own_input_factor(
+    checkpoint: Checkpoint, request: Request, writer: Writer, name: str
+) -> Carried | NotCarried:
+    """Return how a text of our layout about the input of a weight is written in another one."""
+    weight = f"{name.removesuffix(QUANTIZER)}weight"
+    group, own = checkpoint.groups.get(weight), own_input(checkpoint, name)
+    if group is None or not isinstance(group.target, Quantizer):
+        return NotCarried("no quantized weight lies beside it")
+    wanted = request.quantizer
+    chosen = wanted is not None and request.chosen(weight, False, True)
+    after = wanted if chosen and wanted is not None else group.target
+    if _activation(after.format) != _activation(group.target.format):
+        return NotCarried(f"it was calibrated for {group.target.format}; calibrate again")
+    stored = input_tensors(writer, weight, group.target, own)
+    writer.input_formats[weight.removesuffix(".weight")] = own.format
+    if not stored:
+        return NotCarried("each input has factors of its own, which the config may say")
+    ((new, value),) = stored.items()
+    return Carried(new, value=value)
 
 
 def _activation(fmt: str) -> str:

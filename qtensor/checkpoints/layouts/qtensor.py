@@ -142,6 +142,13 @@ class QTensorLayout(Layout):
         """Return True if a header has the text ``qtensor``."""
         return any(KEY in header for header in source.headers)
 
+    def input_format(self, group: Group) -> str:
+        """Return the format of inputs whose factor has the name that another layout gave it."""
+        module = group.name.removesuffix("weight")
+        if any(f"{module}{last}" in self.source.tensors for last in self.input_factors):
+            return "nvfp4" if group.quantizer.format == "nvfp4" else "fp8"
+        return ""
+
     def groups(self) -> Iterable[Group]:
         """Return the quantized tensors that the headers describe."""
         seen: dict[str, Any] = {}
