@@ -142,6 +142,46 @@ def test_adapters_that_start_from_the_weight(fmt, init, make):
     assert difference < {"nvfp4": 0.2, "mxfp8": 0.1}[fmt]
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_eva_leaves_the_codes(fmt, make):
+    peft = need("peft")
+    inputs = [torch.randint(0, 64, (1, 96)) for _ in range(4)]
+    targets = {"r": 4, "target_modules": ["q_proj", "up_proj"]}
+    model = make("llama", fmt)
+    wanted, before = logits(model), frozen(model)
+    about = peft.EvaConfig(rho=1.0)
+    options = peft.LoraConfig(**targets, init_lora_weights="eva", eva_config=about)
+    adapted = peft.get_peft_model(model, options, low_cpu_mem_usage=True)
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in inputs]
+    peft.initialize_lora_eva_weights(adapted, batches, show_progress_bar=False)
+    assert torch.equal(logits(adapted), wanted)
+    assert all(map(torch.equal, frozen(adapted).values(), before.values()))
+    adapted(inputs[0], labels=inputs[0]).loss.backward()
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_corda_leaves_plain_residuals(fmt, make):
+    peft = need("peft")
+    pytest.importorskip("attr", reason="CorDA of peft imports the package attrs, of the extra dev")
+    from peft.tuners.lora import corda  # noqa: PLC0415 - it needs attrs
+
+    inputs = [torch.randint(0, 64, (1, 96)) for _ in range(4)]
+    model = make("llama", fmt)
+    wanted, about = logits(model), peft.tuners.lora.config.CordaConfig()
+    options = {"init_lora_weights": "corda", "corda_config": about, "r": 4}
+    options = peft.LoraConfig(**options, target_modules=["q_proj", "up_proj"])
+
+    @torch.no_grad()
+    def run():
+        for ids in inputs:
+            model(ids)
+
+    corda.preprocess_corda(model, options, run_model=run)
+    adapted = peft.get_peft_model(model, options)
+    difference = (logits(adapted) - wanted).norm() / wanted.norm()
+    assert difference < 0.02  # the residuals are rounded to bfloat16
+
+
 @pytest.mark.parametrize(("name", "fmt"), KINDS)
 def test_state_of_accelerate_is_saved_as_pickles(name, fmt, make, tmp_path):
     """Its safetensors files hold one plain array for each parameter."""
