@@ -321,10 +321,8 @@ class Writer(abc.ABC):
     """How the config names ignored modules: a constant of ``ignoring``."""
     ignored_before: Sequence[str] = ()
     """Entries of the source's list of ignored modules, in this style; ``ignored`` carries them."""
-    takes_scales: ClassVar[bool] = False
-    """True if the layout has factors of the channels of inputs, ``pre_quant_scale``."""
-    takes_rotations: ClassVar[bool] = False
-    """True if the layout can say that inputs are rotated."""
+    takes_scales = takes_rotations = False
+    """Whether the layout can say that inputs of layers are scaled, or rotated."""
     keeps_names: ClassVar[bool] = False
     """True if the layout stores every plain tensor under its name, factors of others included."""
     swizzled: ClassVar[bool | None] = False
