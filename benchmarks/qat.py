@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,12 @@ TEXT = (
     "Perplexity of a byte for the model of `examples/small_gpt.py` ({size:.1f} million "
     "parameters), in {windows} windows of files that no training has seen; float32 gives "
     "{plain:.4f}. All linear layers are quantized; W4A4 quantizes their inputs in the same "
-    "format. `nearest` and `gptq_mse` are roundings of `qtensor.quantize_` after training "
-    "({batches} windows of the training files are the calibration). `qat`: "
-    "`qtensor.prepare_qat_`, {steps} steps of distillation from the float32 model on training"
-    " files (`examples/distill.py`), `qtensor.convert_qat_`; the logits before and after the "
-    "conversion were equal in every bit in each row. The last two columns are the share of "
-    "the loss of `nearest` that is left, and seconds of training. One seed."
+    "format, with factors from each input. `nearest` and `gptq_mse` are roundings of "
+    "`qtensor.quantize_` after training ({batches} windows of the training files are the "
+    "calibration). `qat`: `qtensor.prepare_qat_`, {steps} steps of distillation from the "
+    "float32 model on training files (`examples/distill.py`), `qtensor.convert_qat_`; the "
+    "logits before and after the conversion were equal in every bit in each row. The last "
+    "column is the share of the loss of `nearest` that is left after `qat`. One seed."
 )
 FORMATS = ("mxfp4", "nvfp4")
 STEPS = {True: 3, False: distill.STEPS}
@@ -69,9 +68,7 @@ def measured(part: Part, format: str, activations: bool, c: small_gpt.Config, st
         row[rounding] = score(rounded)
     student = copy.deepcopy(model)
     qtensor.prepare_qat_(student, format, activations=activations)
-    began = time.perf_counter()
     distill.distill(student, model, train, c, steps)
-    row["seconds"] = time.perf_counter() - began
     tokens = small_gpt.windows(held_out, 4, c.context, seed=0)
     with torch.no_grad():
         trained = student(tokens)
@@ -116,7 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Column("gptq_mse", "`gptq_mse`", 4),
         Column("qat", "`qat`", 4),
         Column("left", "loss left", 2),
-        Column("seconds", "seconds", 0),
     )
     here = machine.environment(settings.threads, {})
     report = Report("qat", TITLE, text, here, columns, ("model",), tuple(rows), ())

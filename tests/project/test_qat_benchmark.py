@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,3 +64,12 @@ def test_the_table(text, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     qat.main([*common, "--rows", str(tmp_path / "rows")])
     assert "case" not in capsys.readouterr().out
+
+
+def test_the_document_has_the_measured_rows():
+    root = Path(__file__).parents[2]
+    results = (root / "benchmarks/results/qat_cpu.md").read_text()
+    rows = re.findall(r"^\| `.*", results, re.MULTILINE)
+    assert len(rows) == 4
+    document = (root / "docs/training.md").read_text()
+    assert all(row in document for row in rows)
