@@ -186,6 +186,10 @@ def _plain_change(name: str, layers: Mapping[str, WeightLayer], pair: Any) -> Ch
 def _check(change: Change, method: str) -> None:
     """Refuse a change that cannot be merged into its layer."""
     weight, name = change.weight, change.name
+    if not isinstance(weight, QuantizedTensor) and type(weight) is not Tensor:
+        rule = "a weight is quantized or plain, and whole"
+        fix = "Gather a sharded model into one that is not sharded, and merge there"
+        fail(OP, rule, f"a {type(weight).__name__} in {name}", fix)
     delta = change.compute()
     if tuple(delta.shape) != tuple(weight.shape):
         rule = f"the change of {name} has the shape of its weight, {tuple(weight.shape)}"

@@ -313,6 +313,17 @@ def test_a_model_without_adapters():
         qtensor.merge_lora_(quantized("nvfp4"))
 
 
+class Foreign(torch.Tensor):
+    """A weight of another library, or a part of one."""
+
+
+def test_a_weight_of_another_class():
+    model = nn.Sequential(nn.Linear(64, 64))
+    model[0].weight = nn.Parameter(torch.ones(64, 64).as_subclass(Foreign))
+    with pytest.raises(qtensor.QTensorError, match=r"quantized or plain, and whole; got a Foreign"):
+        merge(model, "nearest", {"0": factors(64, 64)})
+
+
 def test_a_weight_that_rounds_to_nearest_alone():
     model = nn.Sequential(nn.Linear(64, 64))
     qtensor.quantize_(model, qtensor.quantizer("nvfp4", columnwise=True))
