@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -248,8 +248,7 @@ class KVCache:
         options = without_mean(options, q, self.k_mean)
         self._all.check_ring(q.shape[2], self.lengths, options)
         if self._recent is None:
-            result: Tensor = self._all.attend(ATTENTION, q, self.lengths, options)
-            return result
+            return cast(Tensor, self._all.attend(ATTENTION, q, self.lengths, options))
         return self._attention_of_both(self._recent, q, options)
 
     def _attention_of_both(self, recent: Store, q: Tensor, options: Options) -> Tensor:
@@ -263,8 +262,7 @@ class KVCache:
         early, late = options.split(positions, size, self.capacity)
         if early is None:
             late = late._replace(sinks=options.sinks)
-            result: Tensor = recent.attend(ATTENTION, q, self.lengths, late)
-            return result
+            return cast(Tensor, recent.attend(ATTENTION, q, self.lengths, late))
         parts = self._all.attend(ATTENTION_PART, q, self.lengths, early)
         parts += recent.attend(ATTENTION_PART, q, self.lengths, late)
         return JOIN_ATTENTION(*parts, q.dtype, options.sinks)
