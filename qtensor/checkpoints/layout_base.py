@@ -80,11 +80,9 @@ class Group(NamedTuple):
     """True if the quantized tensor has the last two dims of ``shape`` swapped: stacked experts
     whose origin multiplies by (E, K, N), while blocks of ours run along the last dim."""
     matrix: tuple[int, ...] | None = None
-    """The shape in which the weight of a convolution is quantized, (N, K); None if it is
-    ``shape``."""
+    """The shape (N, K) in which the weight of a convolution is quantized; None for others."""
     listed: bool = True
-    """False for a second reading of tensors under another name: asking for the name gives it, and
-    the mapping does not list it."""
+    """False for a second reading of tensors under another name, which the mapping leaves out."""
 
     @property
     def quantizer(self) -> Quantizer:
