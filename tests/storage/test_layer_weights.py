@@ -106,30 +106,42 @@ def test_other_inputs_and_transposed_convolutions():
     assert torch.equal(F.conv2d(wide, rows), F.conv2d(wide, rows.dequantize()))
 
 
-SPLITS = {"one group": (300, 1), "whole groups": (512, 32), "parts of groups": (600, 2)}
+SPLITS = {
+    "one group": (300, 1, [(0, 128), (128, 256), (256, 300)]),
+    "whole groups": (512, 32, [(0, 128), (128, 256), (256, 384), (384, 512)]),
+    "parts of groups": (
+        600,
+        2,
+        [(i, min(i + 128, j)) for j in (300, 600) for i in range(j - 300, j, 128)],
+    ),
+}
+"""Output channels, groups, and the tiles of 128 channels: within a group, or whole groups."""
 
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("fmt", ["fp8_blockwise", "mxfp8(swizzled=True)", "nvfp4"])
 def test_a_tile_is_decoded_at_a_time(fmt, split, native, monkeypatch, decoded):
-    """The largest part that is decoded has a seventh of the values, or 128 rows."""
-    channels, groups = SPLITS[split]
+    """At most 128 output channels are decoded at once, and each tile has torch's bytes."""
+    channels, groups, tiles = SPLITS[split]
     plain = torch.randn(channels, 8, 4, 4)
     weight = quantized(plain, fmt)
-    monkeypatch.setattr(layer_weights, "TILE", plain.numel() // 7)
+    monkeypatch.setattr(layer_weights, "TILE", plain[:128].numel())
     if not native:
         monkeypatch.setattr(table, "dequantize_", lambda *args: False)
     x, bias = torch.randn(2, 8 * groups, 6, 6), torch.randn(channels)
     decoded.clear()
     y = F.conv2d(x, weight, bias, groups=groups)
-    step = max(plain.numel() // 7 // plain[0].numel() // 128, 1) * 128
     # Without kernels, rows are decoded from a multiple of 128 to the next one.
-    rows = step if native else min(2 * step, channels)
+    rows = 128 if native else 256
     assert max(decoded) <= rows * plain[0].numel() < plain.numel()
-    wanted = F.conv2d(x.double(), weight.dequantize().double(), bias.double(), groups=groups)
-    # Sums of 128 products of values near 1.
-    assert (y - wanted).abs().max() < 1e-4
+    values, own = weight.dequantize(), channels // groups
+    parts = []
+    for first, end in tiles:
+        inputs = x[:, first // own * 8 : (first // own + max((end - first) // own, 1)) * 8]
+        count = inputs.shape[1] // 8
+        parts.append(F.conv2d(inputs, values[first:end], bias[first:end], groups=count))
+    assert torch.equal(y, torch.cat(parts, 1))
 
 
 def test_tiles_of_a_large_weight_are_bounded(decoded):
