@@ -57,6 +57,21 @@ def test_quantized_while_loading_and_saved(name, fmt, tmp_path):
         assert set(found) == set(checkpoint.groups)
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_quantized_convolutions_are_loaded_and_saved(fmt, tmp_path):
+    made = model("unet")
+    done = qtensor.quantize_(made, fmt, kinds=["linear", "convolution"])
+    assert any(report.features.endswith("3x3") for report in done.swapped)
+    result = run(made)
+    made.save_config(tmp_path)
+    checkpoints.save(made.state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
+    again = load("unet", tmp_path, quantization_config=QTensorConfig())
+    assert quantized(again).keys() == quantized(made).keys()
+    assert torch.equal(run(again), result)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(run(load("unet", tmp_path / "again")), result)
+
+
 def test_a_weight_that_does_not_fit_stays_plain(tmp_path):
     """K of the first layer is 16, and a block of mxfp8 has 32 values."""
     made = load_quantized("flux", "mxfp8", tmp_path)
