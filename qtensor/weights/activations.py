@@ -180,8 +180,8 @@ class _Groups:
     """Which layers share an amax, and which have it in common if they were not reached."""
 
     def __init__(self, names: list[str], groups: Iterable[Sequence[str]] | None) -> None:
-        self._shared = layer_groups(names, groups)
-        self._related = self._shared if groups is None else layer_groups(names, None)
+        self._shared = layer_groups(OP, names, groups)
+        self._related = self._shared if groups is None else layer_groups(OP, names, None)
 
     def shared(self) -> Iterable[tuple[str, ...]]:
         """Return the names of each group; every layer is in one."""

@@ -178,7 +178,7 @@ def _groups(
     patterns = match("search", pinned, layers, "pinned")
     fixed = {name: as_quantizer("search", pinned[p]) for name, p in patterns.items()}
     parts = []
-    for names in layer_groups(list(layers), groups):
+    for names in layer_groups("search", list(layers), groups):
         pins = {name: fixed[name] for name in names if name in fixed}
         rule = "the layers of a group have one format, so pinned must not give them several"
         got = ", ".join(f"{name}: {_text(q) or 'high precision'}" for name, q in pins.items())

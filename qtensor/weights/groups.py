@@ -23,11 +23,12 @@ _EXPERT = re.compile(r"\bexperts\.\d+\b")
 
 
 def layer_groups(
-    names: Sequence[str], groups: Iterable[Sequence[str]] | None
+    op: str, names: Sequence[str], groups: Iterable[Sequence[str]] | None
 ) -> list[tuple[str, ...]]:
     """Return the names of each group; every layer is in one.
 
     Args:
+        op: for errors.
         names: all layers, in the model's order.
         groups: for each group, names or globs of its layers; layers that none names are groups of
             their own. None: the layers of ``TOGETHER`` under one parent form a group, and so do the
@@ -38,17 +39,17 @@ def layer_groups(
         keys = {name: _key(name) for name in names}
     elif not isinstance(groups, Iterable):
         rule, fix = "groups is a list of lists of names", 'Pass for example [["*.q", "*.k"]]'
-        fail("search", rule, repr(groups), fix, ArgumentTypeError)
+        fail(op, rule, repr(groups), fix, ArgumentTypeError)
     else:
         for number, patterns in enumerate(groups):
             if isinstance(patterns, str) or not isinstance(patterns, Iterable):
                 rule = "each group is a list of names or patterns"
                 fix = f"Pass groups=[[{patterns!r}, ...]]"
-                fail("search", rule, repr(patterns), fix, ArgumentTypeError)
-            for name in match("search", patterns, names, "groups"):
+                fail(op, rule, repr(patterns), fix, ArgumentTypeError)
+            for name in match(op, patterns, names, "groups"):
                 if name in keys:
                     rule = "a layer is in one group only"
-                    fail("search", rule, f"{name} in two", "Make the patterns narrower")
+                    fail(op, rule, f"{name} in two", "Make the patterns narrower")
                 keys[name] = f"group {number}"
     members: dict[str, list[str]] = {}
     for name in names:

@@ -24,6 +24,7 @@ from qtensor.modules.parameters import FLOATING
 from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import reshaped
+from qtensor.weights.aware import QuantizationAware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -322,6 +323,8 @@ def _own_forward(layer: WeightLayer) -> str:
     kind = plain_class(module)
     if base is None or kind is base:
         return ""
+    if isinstance(module, QuantizationAware):
+        return "prepare_qat_ has prepared it; convert_qat_ quantizes its weight"
     return f"{kind.__name__} is a subclass of nn.{base.__name__}, with a forward of its own"
 
 

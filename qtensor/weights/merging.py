@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,8 @@ def merge_lora_(
     check(method != "gptq" or calibration is not None, OP, rule, "none", "Pass calibration=[...]")
     if generator is not None and method != "stochastic":
         fail(OP, 'generator is for method="stochastic"', f"method={method!r}", "Leave it out")
+    rule, number = "warn_below is a number from 0 on", isinstance(warn_below, int | float)
+    check(number and warn_below >= 0, OP, rule, repr(warn_below), "Pass 0.5, or 0 for no warning")
     batches = [] if calibration is None else as_batches(OP, "calibration", calibration)
     changes, skipped = _changes(model, adapters)
     for change in changes.values():
@@ -174,7 +176,15 @@ def _plain_change(name: str, layers: Mapping[str, WeightLayer], pair: Any) -> Ch
         rule = "a layer with an adapter has one weight"
         fail(OP, rule, f"{len(layer.parameters)} weights in {name}", "Leave it out of adapters")
     a, b = parts[:2]
-    scaling = float(parts[2]) if len(parts) == 3 else 1.0
+    rule = f"the adapter of {name} is A (r, K) and B (N, r), or (E, r, K) and (E, N, r)"
+    fits = a.ndim == b.ndim and a.ndim in (2, 3) and a.shape[:-2] == b.shape[:-2]
+    got, fix = f"A {tuple(a.shape)}, B {tuple(b.shape)}", "Pass A first, as PEFT stores both"
+    check(fits and a.shape[-2] == b.shape[-1], OP, rule, got, fix)
+    given = parts[2] if len(parts) == 3 else 1.0
+    if not isinstance(given, SupportsFloat):
+        rule = "the scaling of an adapter is a number"
+        fail(OP, rule, f"{given!r} for {name}", "Pass lora_alpha / r", ArgumentTypeError)
+    scaling = float(given)
     return Change(
         name,
         layer,

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.weights.layers import STACKS, is_experts
 from qtensor.weights.metrics import run
 
@@ -95,6 +96,8 @@ def find_norms(op: str, model: nn.Module, batch: Any) -> list[NormReaders]:
     last: list[tuple[Tensor, NormReaders]] = []
 
     def norm_of(x: Tensor) -> NormReaders | None:
+        if isinstance(x, QuantizedTensorStorage):
+            return None  # a layer quantizes its inputs
         here = x.untyped_storage().data_ptr()
         return next((n for t, n in last if t.untyped_storage().data_ptr() == here), None)
 

@@ -16,11 +16,13 @@ from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.quantizers import Quantizer
 from qtensor.weights.layers import (
+    KINDS,
     PRODUCTS,
     Filter,
     WeightLayer,
     dense_modules,
     match,
+    named_layers,
     weight_layers,
 )
 from qtensor.weights.libraries import tell_libraries
@@ -136,7 +138,9 @@ def chosen_layers(
     """
     layers, skipped = weight_layers(op, model, filter_fn, kinds, plain)
     if not layers:
+        others = {layer.kind for layer in named_layers(model, KINDS).values()}.difference(kinds)
         why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+        why += f", and layers of kinds={sorted(others)}" if others else ""
         rule = f"the model needs a layer whose weight can be quantized, of kinds={tuple(kinds)}"
         fix = "Check filter_fn and kinds, or quantize single tensors with quantize"
         fail(op, rule, why, fix)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtensor.core.errors import check
 from qtensor.modules.conversion import Conversion, LayerReport
-from qtensor.modules.input_hook import TRANSFORM, set_input_step
+from qtensor.modules.input_hook import QUANTIZER, TRANSFORM, set_input_step
 from qtensor.modules.input_transform import InputTransform, hadamard_matrix, rotate
 from qtensor.weights.layers import Filter, WeightLayer, is_experts, weight_layers
 from qtensor.weights.measurement import evaluating
@@ -61,7 +61,8 @@ def rotate_(
             before.
     """
     rule, fix = "size is a power of two of at least 16", "Pass 128"
-    check(size >= LEAST and power_of_two_in(size) == size, OP, rule, size, fix)
+    fits = isinstance(size, int) and size >= LEAST and power_of_two_in(size) == size
+    check(fits, OP, rule, repr(size), fix)
     layers, skipped = weight_layers(OP, model, filter_fn, plain=True)
     batches = as_batches(OP, "calibration", calibration)
     swapped: list[LayerReport] = []
@@ -70,7 +71,7 @@ def rotate_(
         def outputs() -> list[Tensor]:
             return [call(OP, f"calibration[{i}]", model, b) for i, b in enumerate(batches)]
 
-        want = outputs()
+        want = comparable(OP, outputs())
         plan, why = Residual.of(model, batches[0]) if residual else (None, "residual=False")
         done: set[int] = set()
         before = [] if plan is None else plan.values()
@@ -97,16 +98,17 @@ def rotate_(
             _rotate_online(layer, group)
             note = f"its inputs are rotated in groups of {group} at each call"
             swapped.append(LayerReport(name or "(root)", layer.features, note))
-        check(bool(swapped), OP, "a layer must allow a rotation", why, "Check filter_fn")
+        reasons = "; ".join(f"{report.name}: {report.note}" for report in skipped[-3:])
+        check(bool(swapped), OP, "a layer must allow a rotation", reasons, "Check filter_fn")
         if (moved := moved_by(outputs(), want)) is not None:
             for name, group in online.items():
                 _rotate_online(layers[name], group, undo=True)
             if plan is not None and done:
                 plan.restore(before)
             rule = "a rotated model computes what it computed before"
-            check(
-                False, OP, rule, f"outputs that moved by {moved:.1e} of the largest", "Use float32"
-            )
+            got = f"outputs that moved by {moved:.1e} of the largest"
+            fix = "Use float32, and leave out layers whose weights other code reads"
+            check(False, OP, rule, got, fix)
     return Conversion("rotate_", tuple(swapped), tuple(skipped), ())
 
 
@@ -115,12 +117,29 @@ def shape_of(weight: Tensor) -> str:
     return f"{weight.shape[-1]} -> {weight.shape[-2]}"
 
 
+def comparable(op: str, outputs: list[Tensor]) -> list[Tensor]:
+    """Return the outputs of a model, if later ones can be compared with each.
+
+    Raises:
+        QTensorError: an output is NaN or empty.
+    """
+    rule = "the outputs of the model must show whether it computes the same"
+    for i, output in enumerate(outputs):
+        got = f"{'NaN in the' if output.numel() else 'an empty'} output of calibration[{i}]"
+        fits = output.numel() > 0 and not bool(output.isnan().any())
+        check(fits, op, rule, got, "Leave this input out, or repair it")
+    return outputs
+
+
 def moved_by(got: Sequence[Tensor], want: Sequence[Tensor]) -> float | None:
     """Return by what share of the largest output outputs moved, or None if that is rounding."""
-    worst = 0.0
+    worst, least = 0.0, torch.finfo(torch.float32).tiny
     for after, before in zip(got, want, strict=True):
-        largest = float(before.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny))
-        worst = max(worst, float((after.float() - before.float()).abs().max()) / largest)
+        a, b = after.float(), before.float()
+        largest = float(torch.where(b.isfinite(), b, 0).abs().max().clamp(min=least))
+        # Equal infinities did not move, and a new NaN did.
+        distance = torch.where(a == b, 0, a - b).abs().nan_to_num(nan=torch.inf)
+        worst = max(worst, float(distance.max()) / largest)
     return None if worst <= _TOLERANCE.get(want[0].dtype, 0.05) else worst
 
 
@@ -135,6 +154,8 @@ def _obstacle(layer: WeightLayer, size: int) -> str:
         return "its inputs cannot be rotated at each call"
     if transforms(layer):
         return "its inputs have a transform already"
+    if QUANTIZER in layer.modules[0]._modules:
+        return "its inputs are quantized already; calibrate after rotate_"
     return "" if size >= LEAST else f"no power of two of at least {LEAST} divides its inputs"
 
 

@@ -21,7 +21,7 @@ from qtensor.weights.measurement import evaluating
 from qtensor.weights.metrics import as_batches, call, run, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
 from qtensor.weights.quantize import as_quantizer
-from qtensor.weights.rotation import moved_by
+from qtensor.weights.rotation import comparable, moved_by
 from qtensor.weights.visits import visiting
 
 OP = "smooth_"
@@ -148,7 +148,7 @@ def find_folds(model: nn.Module, layers: Mapping[str, WeightLayer], batch: Any) 
 
     Places of one kind (the same names in each block) are tried together.
     """
-    want = call(OP, "calibration[0]", model, batch)
+    (want,) = comparable(OP, [call(OP, "calibration[0]", model, batch)])
     names = {id(layer.stored[0]): name for name, layer in layers.items()}
     kinds: dict[tuple[str, ...], list[Fold]] = {}
     for fold in (*_behind_norms(model, batch, names), *_behind_layers(model, layers)):

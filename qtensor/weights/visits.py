@@ -48,7 +48,7 @@ def visiting(
                 # As for the metrics of a search, positions that are padding do not count.
                 if mask is not None and values.ndim == 3 and mask.shape == values.shape[:2]:
                     values = values[mask.bool()]
-                rows = values.detach().flatten(0, -2).float()
+                rows = _rows(values)
                 parts: tuple[Tensor, ...] = (rows,)
                 if isinstance(module, GroupedLinear):
                     sizes = args[1] if len(args) > 1 else kwargs["m_splits"]
@@ -76,6 +76,11 @@ def visiting(
         mha.set_fastpath_enabled(False)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield padding
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return an input (..., K) of a product as rows (R, K), float32; one of a dim is one row."""
+    return torch.atleast_2d(x.detach()).flatten(0, -2).float()
 
 
 class _Products(TorchFunctionMode):
@@ -109,7 +114,7 @@ class _Products(TorchFunctionMode):
         name, whole, codes = found
         if weight.shape in (whole.shape[1:], whole.shape[:0:-1]):
             expert = (own.storage_offset() - codes.storage_offset()) // codes[0].numel()
-            self._see(name, expert, x.detach().flatten(0, -2).float())
+            self._see(name, expert, _rows(x))
 
 
 def _codes(weight: Any) -> Tensor:

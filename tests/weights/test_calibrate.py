@@ -70,6 +70,16 @@ def test_generators_dicts_tuples_and_inference_mode():
     assert found.inputs == wanted.inputs
 
 
+def test_an_input_of_one_dim_is_one_row():
+    torch.manual_seed(0)
+    model, x = Attention(), batches(1)[0]
+    alone = qtensor.calibrate(model, [x[0, 0]], "fp8", observer="mse")
+    row = qtensor.calibrate(model, [x[0, :1]], "fp8", observer="mse")
+    assert alone.inputs == row.inputs
+    assert alone.inputs["q_proj"].rows == 1
+    qtensor.quantize_(model, "nvfp4", rounding="gptq", calibration=[x[0, 0]])
+
+
 def test_a_percentile_encodes_its_share():
     model = nn.Sequential(nn.Linear(64, 8))
     values = torch.cat([x.flatten() for x in batches()]).abs().sort().values
@@ -185,6 +195,7 @@ def test_formats_by_layer_and_formats_without_a_factor():
         ({"observer": "mean"}, "observer is one of"),
         ({"percentile": 0}, "above 0"),
         ({"headroom": 0.5}, "from 1 on"),
+        ({"groups": ["q_proj"]}, "calibrate: each group is a list"),
         ({"inputs": []}, "at least one input"),
         ({"inputs": torch.zeros(1)}, "list of inputs"),
         ({"filter_fn": lambda m, n: False}, "needs a linear layer"),

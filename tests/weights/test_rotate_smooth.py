@@ -13,7 +13,7 @@ from qtensor.modules.input_quantizer import InputQuantizer
 from qtensor.modules.input_transform import InputTransform, hadamard_matrix
 from qtensor.weights.calibration import survey
 from qtensor.weights.layers import weight_layers
-from qtensor.weights.rotation import rotated
+from qtensor.weights.rotation import moved_by, rotated
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 IDS = torch.arange(24).reshape(2, 12) % 60
@@ -239,6 +239,10 @@ def test_a_rotated_layer_is_a_module_like_others():
     [
         (lambda m, x: qtensor.rotate_(m, [x], size=100), "size is a power of two"),
         (lambda m, x: qtensor.rotate_(m, [x], size=8), "of at least 16; got 8"),
+        (lambda m, x: qtensor.rotate_(m, [x], size="64"), "size is a power of two.*got '64'"),
+        (lambda m, x: qtensor.rotate_(m, [x / 0]), r"NaN in the output of calibration\[0\]"),
+        (lambda m, x: qtensor.rotate_(m, [x[:0]]), r"an empty output of calibration\[0\]"),
+        (lambda m, x: qtensor.smooth_(m, "mxfp4", [x[:0]]), "an empty output"),
         (lambda m, x: qtensor.rotate_(m, []), "at least one input"),
         (lambda m, x: qtensor.rotate_(m, [x], lambda layer, name: False), "must allow a rotation"),
         (lambda m, x: qtensor.smooth_(m, "mxfp4", [x], alpha=2), "alpha is a number from 0 to 1"),
@@ -253,3 +257,19 @@ def test_errors_leave_the_model(call, rule):
         call(model, torch.randn(3, 64))
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert not hasattr(model[0], "input_transform")
+
+
+def test_a_second_rotation_and_inputs_that_are_quantized():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(3, 64)
+    qtensor.rotate_(model, [x])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(qtensor.QTensorError, match="0: its inputs have a transform already"):
+        qtensor.rotate_(model, [x])
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    plain = nn.Sequential(nn.Linear(64, 32))
+    qtensor.calibrate(plain, [x], "nvfp4").apply(plain)
+    with pytest.raises(qtensor.QTensorError, match="quantized already; calibrate after rotate_"):
+        qtensor.rotate_(plain, [x])
+    assert moved_by([torch.tensor([1.0, -torch.inf])], [torch.tensor([1.0, -torch.inf])]) is None
+    assert moved_by([torch.tensor([torch.nan, 1.0])], [torch.ones(2)]) == torch.inf

@@ -292,6 +292,10 @@ ERRORS = {
     "name": ({"adapters": {"v": factors(48, 72)}}, "name of a linear layer; got 'v'. Choose.*q, k"),
     "shape": ({"adapters": {"q": factors(40, 48)}}, r"shape of its weight, \(48, 72\).*\(40, 48\)"),
     "pair": ({"adapters": {"q": torch.ones(4, 4)}}, r"\(A, B\) or \(A, B, scaling\)"),
+    "rank": ({"adapters": {"q": wrong_rank()["q"]}}, r"A \(r, K\) and B \(N, r\).*B \(48, 2\)"),
+    "swapped": ({"adapters": {"q": factors(48, 72)[::-1]}}, "Pass A first"),
+    "scaling": ({"adapters": {"q": (*factors(48, 72), "2")}}, "scaling of an adapter is a number"),
+    "limit": ({"warn_below": "half"}, "warn_below is a number from 0 on; got 'half'"),
     "dict": ({"adapters": [factors(48, 72)]}, "a dict from names"),
     "nan": ({"adapters": {"q": (torch.full((4, 72), torch.nan), torch.ones(48, 4))}}, "NaN or inf"),
 }

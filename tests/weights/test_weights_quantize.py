@@ -85,6 +85,12 @@ def test_bad_models():
         qtensor.quantize_(nn.Sequential(nn.ReLU()), "nvfp4")
     with pytest.raises(qtensor.QTensorError, match="filtered"):
         qtensor.quantize_(make_model(), "nvfp4", lambda module, name: False)
+    with pytest.raises(qtensor.QTensorError, match=r"none, and layers of kinds=\['convolution'\]"):
+        qtensor.quantize_(nn.Sequential(nn.Conv2d(32, 16, 3)), "nvfp4")
+    prepared = make_model()
+    qtensor.prepare_qat_(prepared, "nvfp4")
+    with pytest.raises(qtensor.QTensorError, match="prepare_qat_ has prepared it"):
+        qtensor.quantize_(prepared, "nvfp4")
 
 
 def test_no_format_is_refused():

@@ -281,7 +281,7 @@ def test_default_groups():
         f"{block}.mlp.experts.1.down_proj",
         "lm_head",
     ]
-    groups = layer_groups(names, None)
+    groups = layer_groups("search", names, None)
     assert groups == [
         tuple(names[:3]),
         (names[3],),
