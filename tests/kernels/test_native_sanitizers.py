@@ -89,6 +89,7 @@ sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", *sys.argv[4:]]))
 """
 )
 CALLS = (
+    "kernels/test_dot_products.py",
     "library/test_native_ops.py",
     "library/test_native_attention_ops.py",
     "library/test_cache_append.py",
