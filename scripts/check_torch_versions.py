@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import textwrap
 import venv
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def report(all_results: dict[str, Results]) -> tuple[str, int]:
     cases = list(dict.fromkeys(case for results in all_results.values() for case in results))
     lines = [f"| cases | {' | '.join(versions)} |", "|---|" + "---|" * len(versions)]
     faults: list[str] = []
+    passed: list[str] = []
     for row, members in groups(cases).items():
         cells = []
         for version, results in all_results.items():
@@ -111,17 +113,21 @@ def report(all_results: dict[str, Results]) -> tuple[str, int]:
             bad = {case: text for case, text in verdicts.items() if text != "ok"}
             cells.append(f"{len(members) - len(bad)} of {len(members)}")
             faults += [f"- torch {version}, {case}: {text}" for case, text in bad.items()]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(faults or ["No case failed."])]) + "\n", len(faults)
+        if set(cells) == {f"{len(members)} of {len(members)}"}:
+            passed.append(f"{row} ({len(members)})")
+        else:
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    text = f"Pass on torch {', '.join(versions)}: {'; '.join(passed) or 'none'}."
+    failed = ["", *lines, "", *faults] if faults else []
+    return "\n".join([*textwrap.wrap(text, 100), *failed]) + "\n", len(faults)
 
 
 HEAD = """# torch versions
 
 Written by `python scripts/check_torch_versions.py --output docs/torch_versions.md` on {machine},
-Python {python}. Each column is one torch version in its own environment. A cell counts the
-cases that pass. A case passes if it raises nothing, gives the bytes that it gives on torch {first},
-and, in a compiled mode, the bytes of eager mode. The cases are in `scripts/torch_smoke.py`; a row
-stands for all formats or recipes.
+Python {python}. Each torch version has its own environment. A case passes if it raises nothing,
+gives the bytes that it gives on torch {first}, and, in a compiled mode, the bytes of eager mode. The
+cases are in `scripts/torch_smoke.py`. Numbers count them, over all formats or recipes.
 
 """
 

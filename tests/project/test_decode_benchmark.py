@@ -256,34 +256,44 @@ def test_a_row_is_the_median_of_its_runs():
 PEER_COLUMNS = ("bf16", "torch", "onnxruntime", "llama.cpp")
 
 
-@pytest.mark.parametrize(
-    "machine_name",
-    [
-        "_amd_epyc_family_26_2_cores_avx512_with_bf16",
-        "_intel_xeon_2_cores_avx512",
-        "_amd_epyc_family_25_2_cores_avx2",
-    ],
-    ids=["zen5", "intel", "zen3"],
-)
-def test_the_documents_have_the_measured_ratios(machine_name):
-    """docs/kernels.md repeats ratios of the results; of llama.cpp, those to its fastest type."""
-    name = f"benchmarks/results/decode_cpu{machine_name}"
-    measured = {
-        (row["case"], row["tokens"].removeprefix("M = ")): row
-        for row in json.loads((ROOT / f"{name}.json").read_text())["rows"]
-        if row["threads"] == "2 threads" and row["size"] == "14336x4096"
-    }
-    document = (ROOT / "docs/kernels.md").read_text()
-    _, heading, table = document.partition(f"[all tables](../{name}.md))")
-    assert heading
-    table = table[table.index("\n\n|") + 2 :]
+def measured_ratios(machine_name, weights):
+    """Ratio of each peer, by weight and number of rows; of llama.cpp, that to its fastest type."""
+    path = ROOT / f"benchmarks/results/decode_cpu_{machine_name}.json"
+    found = {}
+    for row in json.loads(path.read_text())["rows"]:
+        tokens = row["tokens"].removeprefix("M = ")
+        chosen = row["threads"] == "2 threads" and row["size"] == "14336x4096"
+        if chosen and row["case"] in weights and tokens in ("1", "4", "16"):
+            ratios = {
+                peer: [value for key, value in row.items() if re.match(rf"{peer}.*_ratio$", key)]
+                for peer in PEER_COLUMNS
+            }
+            found[row["case"], tokens] = {peer: min(values) for peer, values in ratios.items()}
+    return found
+
+
+WEIGHTS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
+
+
+def test_the_documents_have_the_measured_ratios():
+    """docs/kernels.md repeats the ratios of one machine."""
+    measured = measured_ratios("amd_epyc_family_26_2_cores_avx512_with_bf16", WEIGHTS)
+    table = (ROOT / "docs/kernels.md").read_text().partition("| weight | rows |")[2]
     found = re.findall(r"^\| `(\S+)` \| (\d+) \| (.*) \|$", table.split("\n\n")[0], re.MULTILINE)
-    assert len(found) == 12
+    assert len(found) == len(measured) == 12
     for case, tokens, cells in found:
-        row = measured[case, tokens]
-        ratios = {
-            peer: [value for key, value in row.items() if re.match(rf"{peer}.*_ratio$", key)]
-            for peer in PEER_COLUMNS
-        }
-        texts = [f"{min(values):.2f}" if values else "" for values in ratios.values()]
+        texts = [f"{value:.2f}" for value in measured[case, tokens].values()]
         assert cells.split(" | ") == texts, (case, tokens)
+
+
+@pytest.mark.parametrize(
+    "machine_name", ["intel_xeon_2_cores_avx512", "amd_epyc_family_25_2_cores_avx2"]
+)
+def test_the_documents_have_the_range_of_ratios(machine_name):
+    """docs/kernels.md has the lowest and highest ratio of other machines."""
+    measured = measured_ratios(machine_name, WEIGHTS)
+    assert len(measured) == 12
+    document = (ROOT / "docs/kernels.md").read_text()
+    (row,) = re.findall(rf"^\| .*/decode_cpu_{machine_name}.md\) \| (.*) \|$", document, re.M)
+    columns = [[each[peer] for each in measured.values()] for peer in PEER_COLUMNS]
+    assert row.split(" | ") == [f"{min(c):.2f}-{max(c):.2f}" for c in columns]
