@@ -126,8 +126,8 @@ HEAD = """# torch versions
 
 Written by `python scripts/check_torch_versions.py --output docs/torch_versions.md` on {machine},
 Python {python}. Each torch version has its own environment. A case passes if it raises nothing,
-gives the bytes that it gives on torch {first}, and, in a compiled mode, the bytes of eager mode. The
-cases are in `scripts/torch_smoke.py`. Numbers count them, over all formats or recipes.
+gives the bytes that it gives on torch {first}, and, in a compiled mode, the bytes of eager mode.
+The cases are in `scripts/torch_smoke.py`. Numbers count them, over all formats or recipes.
 
 """
 

@@ -146,7 +146,7 @@ def check_update(q: Tensor, k: Tensor, options: Options, lengths: Tensor) -> Non
 
 
 def check_counts(op: str, least: int, **counts: int | None) -> None:
-    """Refuse numbers of tokens, heads and the like that are no integers, or too small.
+    """Refuse numbers of tokens, heads and the like that are not integers, or too small.
 
     Raises:
         QTensorError: the message names the argument.

@@ -105,9 +105,9 @@ def refuse_quantizers(state: Mapping[str, Tensor]) -> None:
     """Refuse a state dict with factors of ``Calibration.apply``: their format is in the model."""
     found = [name for name in state if f".{name}".endswith(f".{NAME}.scale_inv")]
     if found:
-        rule = "the factors of inputs come with their formats"
+        rule = "factors of inputs are saved together with their formats, which only the model knows"
         fix = "Pass the model, or leave them out and pass calibration=Calibration.of(model)"
-        refuse(Place("", found[0]), rule, "a state dict that has the numbers alone", fix)
+        refuse(Place("", found[0]), rule, "a state dict", fix)
 
 
 def with_calibration(
@@ -190,7 +190,7 @@ def with_transforms(state: Mapping[str, Tensor], writer: Writer) -> dict[str, Te
     """Return a state dict in which the transforms of inputs are as a writer stores them.
 
     Raises:
-        CheckpointError: the layout has none; without them, the weights of the layers are wrong.
+        CheckpointError: the layout stores no such transforms, without which the weights are wrong.
     """
     done: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -199,10 +199,10 @@ def with_transforms(state: Mapping[str, Tensor], writer: Writer) -> dict[str, Te
         if not mark:
             done[name] = tensor
         elif not (writer.takes_scales if last == "scale" else writer.takes_rotations):
-            what = "scaled" if last == "scale" else "rotated"
-            rule = f"the layout can say that the inputs of a layer are {what}"
+            what = "scales" if last == "scale" else "rotates"
+            rule = f"a weight whose layer {what} its inputs needs a layout that stores this"
             fix = "Write layout 'qtensor', or quantize the model without the transform"
-            refuse(Place("", name, writer.layout), rule, "no", fix)
+            refuse(Place("", name, writer.layout), rule, f"layout {writer.layout}", fix)
         elif last == "scale":
             done[_joined(module, PRE_SCALE)] = tensor
         elif writer.keeps_names:
@@ -242,7 +242,7 @@ def apply_transforms(path: Path | Checkpoint, model: nn.Module) -> list[str]:
     for name in found:
         if not isinstance(modules.get(name), nn.Linear):
             rule = "inputs are scaled and rotated for linear layers of the model"
-            fix = "Leave the experts in another format, or run the model with its own server"
+            fix = "Pass the model with the names of the checkpoint; experts cannot have transforms"
             got = type(modules[name]).__name__ if name in modules else "no such layer"
             refuse(Place(path.path, name, path.layout), rule, got, fix)
     for name, transform in found.items():
@@ -265,8 +265,8 @@ def calibration(path: Path | Checkpoint, layout: str | None = None) -> Calibrati
         leaves in high precision are not in it.
 
     Raises:
-        CheckpointError: a factor is missing, or 0, infinite or negative; or no format of ours is
-            that of the inputs.
+        CheckpointError: a factor is missing, 0, infinite, NaN or negative; or the inputs have a
+            format that is not one of ours.
     """
     if isinstance(path, Checkpoint):
         return _calibration(path)
@@ -319,7 +319,7 @@ def _stored_input(checkpoint: Checkpoint, name: str, group: Group) -> Calibrated
 
 
 def own_input(checkpoint: Checkpoint, name: str) -> CalibratedInput:
-    """Return what a tensor of our own layout says."""
+    """Return the quantization of an input that a tensor of our own layout describes."""
     try:
         text = bytes(checkpoint[name].flatten().tolist()).decode()
         own = CalibratedInput(**json.loads(text))

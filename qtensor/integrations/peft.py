@@ -213,7 +213,7 @@ def _marker(module: Any, names: Sequence[str]) -> Callable[[bool], None]:
 
 
 class _MergeAware:
-    """What both kinds of layers share: the merged weight, and the merge that writes it."""
+    """Base of both kinds of layers: computes the merged weight, and writes it in a merge."""
 
     def merged_weight(self: Any, names: Sequence[str]) -> Tensor:
         """Return the weight that merging these adapters gives, quantized (N, K) or (E, N, K).

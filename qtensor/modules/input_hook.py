@@ -1,4 +1,4 @@
-"""What happens to the input of a linear layer before its product: a transform, and quantization."""
+"""Prepare the input of a linear layer before its product: transform it, then quantize it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HANDLE = "_input_hook"
 
 
 class InputStep(nn.Module):
-    """Base of the submodules: their buffers keep their dtype in ``model.to(torch.bfloat16)``."""
+    """Base of these submodules. Buffers keep their dtype in ``model.to(torch.bfloat16)``."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Move the buffers to the device to which ``fn`` moves tensors; keep their dtypes."""

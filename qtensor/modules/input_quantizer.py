@@ -19,14 +19,15 @@ from qtensor.storage.tensor import QuantizedTensor
 
 NAME = QUANTIZER
 _STATIC = {"fp8": {"dtype"}, "nvfp4": {"e4m3_max", "use_4over6", "err_mode", "swizzled"}}
-"""Formats with a factor of the tensor -> the options that go together with a calibrated one."""
+"""Formats with a factor of the tensor -> the options that allow a calibrated factor."""
 
 
 def input_format(op: str, format: str | Quantizer) -> Quantizer:
     """Return the quantizer of a layer's inputs.
 
     Raises:
-        QTensorError: inputs cannot be quantized so.
+        QTensorError: the format is not rowwise alone, rounds at random, or takes its scale from
+            earlier steps.
     """
     found = cast(Quantizer, parse(format)) if isinstance(format, str) else format
     if not isinstance(found, Quantizer):
@@ -96,8 +97,8 @@ class InputQuantizer(InputStep):
             device: device of the factor.
 
         Raises:
-            QTensorError: the format has no factor of the tensor and gets one, or the factor is not
-                positive and finite.
+            QTensorError: ``amax`` is given for a format without a factor of the tensor, or a number
+                is not positive and finite.
         """
         super().__init__()
         quantizer = input_format("InputQuantizer", format)

@@ -15,8 +15,8 @@ from qtensor.storage.base import QuantizedTensorStorage
 class InputTransform(InputStep):
     """Scale the channels of an input (..., K), then rotate blocks of them.
 
-    The weight of the layer has the inverse, so that the layer computes what it did before: files
-    with a ``pre_quant_scale`` (AWQ) or a ``transform_config`` (rotations) ask for it. Both steps
+    The weight of the layer contains the inverse, so that the layer computes what it did before.
+    Files with a ``pre_quant_scale`` (AWQ) or a ``transform_config`` (rotations) need it. Both steps
     are float32 and round once to the dtype of the input.
 
     Attributes:
@@ -43,13 +43,16 @@ class InputTransform(InputStep):
             device: device of the tensors.
 
         Raises:
-            QTensorError: a factor is not finite, or the size is no power of two.
+            QTensorError: a factor is 0 or not finite, ``scale`` is not a vector, or the size is not
+                a power of two.
         """
         super().__init__()
         if scale is not None:
-            rule = "factors of channels are finite, and none is 0"
-            fits = scale.ndim == 1 and bool((scale.isfinite() & (scale != 0)).all())
-            check(fits, "InputTransform", rule, tuple(scale.shape), "Export the model again")
+            rule = "scale is a vector (K,) of finite factors, none is 0"
+            bad = scale[~scale.isfinite() | (scale == 0)]
+            got = f"{bad[0].item()} among them" if bad.numel() else f"shape {tuple(scale.shape)}"
+            fits = scale.ndim == 1 and not bad.numel()
+            check(fits, "InputTransform", rule, got, "Export the model again")
             scale = scale.detach().to(device)
         rule = "the size of a Hadamard matrix is a power of two"
         fits = hadamard == 0 or (hadamard > 1 and hadamard & (hadamard - 1) == 0)

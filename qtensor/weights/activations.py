@@ -75,13 +75,13 @@ def calibrate(
         observer: ``"max"``: the largest magnitude; ``"percentile"``: the least amax that encodes
             this share of the magnitudes, rounded up to bfloat16; ``"mse"``: the share of the
             largest magnitude, from 1/2 to 1 in steps of 1/32, with the least squared error.
-        percentile: of ``observer="percentile"``, above 0 and at most 100.
-        headroom: every amax is multiplied by it, at least 1: room for inputs that are larger than
-            those of the calibration.
+        percentile: the share for ``observer="percentile"``, above 0 and at most 100.
+        headroom: factor of at least 1 by which each amax is multiplied, so that inputs that are
+            larger than those of the calibration do not saturate.
         groups: lists of names or patterns of layers that share one amax; other layers have their
             own. None: the groups above.
         kv_cache: ``"fp8"`` also measures keys and values as a model of transformers caches them,
-            after rotary embeddings; amax is the largest magnitude times ``headroom``.
+            after rotary embeddings. Their amax is the largest magnitude times ``headroom``.
         filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
         progress: called after each input, with (inputs done, all, ""). By default, a line in a
             terminal shows it; False shows nothing.
@@ -147,7 +147,7 @@ class _Options:
         rule = "percentile is above 0 and at most 100"
         fits = isinstance(self.percentile, int | float) and 0 < self.percentile <= 100
         check(fits, OP, rule, repr(self.percentile), "Pass for example 99.99")
-        rule, number = "headroom is a number from 1 on", isinstance(self.headroom, int | float)
+        rule, number = "headroom is a number of at least 1", isinstance(self.headroom, int | float)
         check(number and 1 <= self.headroom < math.inf, OP, rule, repr(self.headroom), "Pass 1.0")
 
     def final(self, amax: float) -> float:
@@ -177,7 +177,7 @@ def _wanted(
 
 
 class _Groups:
-    """Which layers share an amax, and which have it in common if they were not reached."""
+    """The layers that share an amax, and those that lend theirs to layers without inputs."""
 
     def __init__(self, names: list[str], groups: Iterable[Sequence[str]] | None) -> None:
         self._shared = layer_groups(OP, names, groups)
@@ -293,7 +293,7 @@ class _KeysValues:
     def __init__(self, model: nn.Module) -> None:
         kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
         if kind is None or not isinstance(model, kind):
-            rule = "keys and values are those of a model of transformers, which takes a cache"
+            rule = "kv_cache is for models of transformers, which fill a cache"
             got, fix = type(model).__name__, "Leave kv_cache out"
             fail(OP, rule, got, fix, UnsupportedError)
         self._model = model

@@ -22,7 +22,7 @@ _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 
 class QuantizationAware:
-    """The base of the classes of such layers.
+    """Base class of layers that quantize their weights in ``forward``.
 
     Attributes:
         weight_quantizers: quantizers by the names of the parameters.
@@ -44,7 +44,7 @@ class QuantizationAware:
             self.is_computing = before
 
     def extra_repr(self: Any) -> str:
-        """Return what the layer shows of itself, and the formats."""
+        """Return the text of the layer's own class, and the formats of its weights."""
         own = super().extra_repr()  # type: ignore[misc]
         formats = [f"{n}=trained as {q.canonical}" for n, q in self.weight_quantizers.items()]
         return ", ".join([*([own] if own else []), *formats])

@@ -159,7 +159,7 @@ class Calibration:
         """Return the calibration of a file that ``save`` wrote.
 
         Raises:
-            QTensorError: the file is none.
+            QTensorError: the file does not hold a calibration.
         """
         try:
             value: Any = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -39,8 +39,8 @@ def descend(grid: Grid, start: Rounded, hessian: Tensor) -> Rounded:
     wide = grid.wide[:, 0]
     diagonal = products.diagonal().tolist()
     for _ in range(SWEEPS):
-        # Half the derivative of the error by each value; the sums begin anew in each sweep, so
-        # that rounding errors of the updates do not pile up.
+        # Half the derivative of the error by each value. Each sweep computes it from the start, so
+        # that rounding errors of the updates do not add up over sweeps.
         slopes = products @ (values - target)
         for column, curvature in enumerate(diagonal):
             if curvature <= 0:

@@ -1,4 +1,4 @@
-"""Find what the weight of a layer multiplies in a call: rows (..., K)."""
+"""Find the rows (..., K) that the weight of a layer multiplies in a call."""
 
 from __future__ import annotations
 

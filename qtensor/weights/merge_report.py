@@ -40,7 +40,7 @@ class LayerMerge:
     def survived(self) -> float:
         """The cosine of the outputs; without it, the lesser of projection and cosine of the weight.
 
-        Rounding can add noise that is larger than the change, beside all of the change.
+        The projection alone can be 1 where rounding adds noise that is larger than the change.
         """
         own = min(self.kept, self.weight_cosine)
         return own if self.output_cosine is None else self.output_cosine
@@ -77,9 +77,9 @@ class Merge:
 
 
 def warn_of_losses(op: str, merged: Sequence[LayerMerge], limit: float, method: str) -> None:
-    """Warn of layers of whose change less than ``limit`` is left."""
+    """Warn of layers of whose change less than ``limit`` is left; a limit of 0 never warns."""
     lost = [each for each in merged if each.survived < limit]
-    if not lost:
+    if not lost or limit <= 0:
         return
     listed = some([f"{each.name} ({each.survived:.0%})" for each in lost], 5)
     measured = lost[0].output_cosine is not None

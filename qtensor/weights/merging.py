@@ -44,14 +44,14 @@ class Change:
         name: of the layer, as in ``quantize_``.
         layer: the layer.
         compute: returns the change, float32 (N, K), or (E, N, K) for stacked experts.
-        merged: says whether the layer's weight contains the change, so that the library that holds
-            the adapter does not add it again.
+        mark_merged: tells the library that holds the adapter whether the layer's weight contains
+            the change, so that the library does not add it again.
     """
 
     name: str
     layer: WeightLayer
     compute: Callable[[], Tensor]
-    merged: Callable[[bool], None]
+    mark_merged: Callable[[bool], None]
 
     @property
     def weight(self) -> Tensor:
@@ -79,9 +79,9 @@ def merge_lora_(
     stay. Adapters of PEFT that are active are merged as by ``merge_adapter()``; call
     ``model.unload()`` then to get the model without them.
 
-    Without calibration inputs, a layer is done alone. With them, the model runs once over all
-    inputs, and once more for each group of layers that share an input, up to that group, with all
-    earlier layers merged; see ``quantize_``. Stacked experts come last. While a stack of experts is
+    Without calibration inputs, the model does not run. With them, it runs once over all inputs, and
+    once more for each group of layers that share an input, up to that group, with all earlier
+    layers merged; see ``quantize_``. Stacked experts come last. While a stack of experts is
     calibrated, its weights are in memory in high precision.
 
     If a step fails or is interrupted, each finished layer is merged and each other one is
@@ -100,8 +100,9 @@ def merge_lora_(
             where this brings the outputs closer.
         calibration: inputs of the model, needed for ``"gptq"``; with other methods they measure
             what is left. Tensors, tuples of arguments or dicts of keyword arguments.
-        warn_below: warn of layers of whose change less is left: the cosine of the outputs, or
-            without calibration the lesser of projection and cosine of the weight. 0 never warns.
+        warn_below: warn of each layer that keeps a smaller share of its change. The share is
+            ``LayerMerge.survived``: the cosine of the outputs, or without calibration the lesser of
+            projection and cosine of the weight. 0 never warns.
         generator: for ``"stochastic"``, of the device of the weights; None draws from torch's own.
         progress: called after each layer, with (layers done, all layers, its name). By default, a
             line in a terminal shows it if a calibration runs; False shows nothing.
@@ -278,12 +279,12 @@ def _in_high_precision(change: Change) -> Iterator[None]:
     own = change.layer.stored
     target = _values(change.weight) + change.compute()
     change.layer.restore([nn.Parameter(target.to(change.weight.dtype), requires_grad=False)])
-    change.merged(True)
+    change.mark_merged(True)
     try:
         yield
     finally:
         change.layer.restore(own)
-        change.merged(False)
+        change.mark_merged(False)
 
 
 # ---- one layer
@@ -312,7 +313,7 @@ def _merge(
         text = quantizer_of(weight).canonical
         target = rounded_sum(weight, target, method, matrices, generator)
     weight.copy_(target)
-    change.merged(True)
+    change.mark_merged(True)
     real = _values(weight) - before
     norm = float(before.double().square().sum())
     kept, cosine, size = left_of(wanted, real)

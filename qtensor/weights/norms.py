@@ -1,4 +1,4 @@
-"""Which weights read the output of a norm, found by running the model."""
+"""Find the weights that read the output of a norm, by running the model."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class NormReaders:
 
     @property
     def scale(self) -> Tensor:
-        """What the norm multiplies each channel by, float64 (K,)."""
+        """Factors by which the norm multiplies the channels, float64 (K,)."""
         weight: Any = self.norm.weight
         return weight.detach().double() + self.offset
 
     def set_scale(self, scale: Tensor) -> None:
-        """Let the norm multiply by other numbers; its bias is scaled in the same way."""
+        """Let the norm multiply the channels by other factors, and scale its bias in proportion."""
         weight: Any = self.norm.weight
         bias: Any = getattr(self.norm, "bias", None)
         if isinstance(bias, Tensor):
@@ -58,7 +58,7 @@ def _as_norm(name: str, module: nn.Module) -> NormReaders | None:
         return None
     x = torch.linspace(1.0, 2.0, weight.numel(), dtype=weight.dtype, device=weight.device)[None]
     zeros = {own: torch.zeros_like(p) for own, p in module.named_parameters()}
-    at_zero, shifted = (functional_call(module, zeros, (x + shift,)) for shift in (0.0, 4.0))
+    at_zero = functional_call(module, zeros, (x,))
     offset = 1.0 if bool(at_zero.any()) else 0.0
     ones = zeros | {"weight": torch.full_like(weight, 1.0 - offset)}
     plain, shifted = (functional_call(module, ones, (x + shift,)) for shift in (0.0, 4.0))
@@ -66,7 +66,7 @@ def _as_norm(name: str, module: nn.Module) -> NormReaders | None:
 
 
 class _Readers(TorchFunctionMode):
-    """Notes the weights of products ``linear(x, weight)`` whose x is the output of a norm."""
+    """Record the weights of products ``linear(x, weight)`` whose x is the output of a norm."""
 
     def __init__(self, norm_of: Callable[[Tensor], NormReaders | None], model: nn.Module) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def find_norms(op: str, model: nn.Module, batch: Any) -> list[NormReaders]:
 
     def made(norm: NormReaders) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            # Held, so that no other tensor gets its memory while layers may still read it.
+            # The list holds the output, so that no other tensor gets its memory.
             last.append((output, norm))
             del last[:-4]
 

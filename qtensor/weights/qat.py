@@ -37,8 +37,8 @@ def prepare_qat_(
     quantized weight is that of the plain one (straight through). ``convert_qat_`` then replaces the
     weights by quantized ones, and the outputs stay equal in every bit.
 
-    With ``activations``, layers also quantize their inputs, as after ``Calibration.apply``: with
-    factors from each input, or with those of a calibration, which stay as they are.
+    With ``activations``, layers also quantize their inputs, as after ``Calibration.apply``. The
+    factors come from each input, or from a calibration, and then training does not change them.
 
     Args:
         model: the root. It is changed in place. Prepare it before ``fully_shard``.
@@ -82,7 +82,7 @@ def prepare_qat_(
 
 
 class _Weights(NamedTuple):
-    """What ``become_aware`` takes."""
+    """Arguments of ``become_aware`` for a layer."""
 
     quantizers: dict[str, Quantizer]
     transposed: bool

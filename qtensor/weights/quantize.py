@@ -92,9 +92,9 @@ def quantize_(
         QTensorError: a format or kind is unknown, or takes its scale from earlier steps; a key
             matches no layer; the model has no layer to quantize; ``calibration`` is empty, missing
             or not needed, does not run a layer, or leads to NaN; a format or weight allows only
-            ``"nearest"``; a rounding reads inputs, which embeddings and recurrent layers do not
-            show; a recipe of a layer of qtensor does not read the format; the model fails on an
-            input, and its error is the cause.
+            ``"nearest"``; a rounding needs the inputs of embeddings or recurrent layers, which
+            calibration cannot see; a recipe of a layer of qtensor does not read the format; the
+            model fails on an input, and its error is the cause.
     """
     wanted, skipped = chosen_layers("quantize_", model, format, filter_fn, kinds)
     chosen_rounding, batches = as_rounding(rounding, calibration)
@@ -142,7 +142,7 @@ def chosen_layers(
         why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
         why += f", and layers of kinds={sorted(others)}" if others else ""
         rule = f"the model needs a layer whose weight can be quantized, of kinds={tuple(kinds)}"
-        fix = "Check filter_fn and kinds, or quantize single tensors with quantize"
+        fix = "Check filter_fn and kinds" if op == "quantize_" else "Check the model and filter_fn"
         fail(op, rule, why, fix)
     if format is None:
         rule = "a format must be named; None leaves single layers in high precision"
@@ -171,7 +171,7 @@ def as_quantizer(op: str, format: Format | None) -> Quantizer | None:
     if not isinstance(found, Quantizer):
         fail(op, "a format is an id, a text or a quantizer", repr(format), 'Pass one, like "nvfp4"')
     if found.format == "fp8_delayed":
-        rule = "a weight that is quantized once has no earlier steps to take a scale from"
+        rule = "a weight has no earlier steps from which its scale could be taken"
         fail(op, rule, found.canonical, 'Use "fp8", which takes the scale from the weight')
     return found
 

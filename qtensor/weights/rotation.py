@@ -1,4 +1,4 @@
-"""``rotate_``: spread outliers over channels before quantizing; the model stays equal."""
+"""``rotate_``: spread outliers over channels before quantizing; the model computes the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.core.errors import check
+from qtensor.core.errors import check, fail
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_hook import QUANTIZER, TRANSFORM, set_input_step
 from qtensor.modules.input_transform import InputTransform, hadamard_matrix, rotate
@@ -32,22 +32,22 @@ def rotate_(
     size: int = 128,
     residual: bool = True,
 ) -> Conversion:
-    """Rotate the channels that linear layers read, so that their outliers become small.
+    """Rotate the input channels of linear layers, in place, so that outliers become small.
 
     Call it before ``quantize_``: weights, and inputs that are quantized too, then lose less. The
     rotations are block-diagonal Hadamard matrices (QuaRot, Ashkboos et al., 2024; SpinQuant, Liu et
-    al., 2024). The function computes what it computed before: each rotation is undone by the
-    rotated weight.
+    al., 2024). The model computes what it computed before: the rotated weights undo each rotation.
 
-    - *residual*: what all layers add to and read from, behind RMSNorms. The norms' weights and the
-      rotation are folded into the embeddings and layers around it, which costs nothing at run time.
-    - *inputs*: all other layers (``nn.Linear``) get an ``InputTransform``, which rotates
-      their inputs at each call.
+    - *residual*: the sum that blocks add their outputs to, and that layers read through RMSNorms.
+      The norms' weights and the rotation are folded into the embeddings and layers around it, which
+      costs nothing at run time.
+    - *inputs*: each other ``nn.Linear`` gets an ``InputTransform``, which rotates its inputs at
+      each call.
 
     Args:
         model: the root, with plain weights. It is changed in place.
-        calibration: inputs of the model, as ``quantize_`` takes them. The first shows which layers
-            read which norm, and the outputs of all before and after are compared.
+        calibration: inputs of the model, as ``quantize_`` takes them. A run on the first one shows
+            which layers read which norm. The outputs for all inputs are compared with those before.
         filter_fn: ``(module, name) -> bool`` selects layers whose inputs are rotated at each call.
         size: channels of a group of such an input, or fewer where it does not divide them.
         residual: False leaves out the rotation of the residual.
@@ -108,7 +108,7 @@ def rotate_(
             rule = "a rotated model computes what it computed before"
             got = f"outputs that moved by {moved:.1e} of the largest"
             fix = "Use float32, and leave out layers whose weights other code reads"
-            check(False, OP, rule, got, fix)
+            fail(OP, rule, got, fix)
     return Conversion("rotate_", tuple(swapped), tuple(skipped), ())
 
 
@@ -182,9 +182,9 @@ class Residual:
 
     Attributes:
         size: channels of a group.
-        norms: that read it.
-        writers: what is added to it, and the dim that holds its channels: embeddings (V, K) and
-            biases (K,) along -1, weights (..., K, inputs) along -2.
+        norms: the norms that read it.
+        writers: the parameters whose products are added to it, each with the dim that holds its
+            channels: embeddings (V, K) and biases (K,) along -1, weights (..., K, inputs) along -2.
     """
 
     def __init__(

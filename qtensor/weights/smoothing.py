@@ -1,4 +1,4 @@
-"""``smooth_``: move scales from the inputs of layers to their weights; the model stays equal."""
+"""``smooth_``: move scales from inputs of layers to weights; the model computes the same."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def smooth_(
     inputs: Format | None = None,
     alpha: float | None = None,
 ) -> Conversion:
-    """Divide channels of layers' inputs by scales that the weights take over, in place.
+    """Divide the input channels of layers by scales, and multiply their weights by them, in place.
 
-    Call it before ``quantize_``, and after ``rotate_`` if both are wanted: inputs with outliers in
-    single channels, and weights that meet them, then lose less (AWQ, Lin et al., 2023; SmoothQuant,
-    Xiao et al., 2022). The scales are folded into the norm, or into the linear layer, in front of
-    the layers, so the model computes what it computed before, at no cost. Where they can be folded
-    is found by trying: with random scales the outputs must stay.
+    Call it before ``quantize_``, and after ``rotate_`` if you use both. Inputs with outliers in
+    single channels, and the weights that multiply them, then lose less (AWQ, Lin et al., 2023;
+    SmoothQuant, Xiao et al., 2022). The division is folded into the norm, or the linear layer, in
+    front of a layer, so that the model computes what it computed before, at no cost. A place for
+    scales is found by trying random ones, which must not change the outputs.
 
     Args:
         model: the root, with plain weights. It is changed in place.
@@ -101,9 +101,9 @@ def smooth_(
         inputs: the format of the layers' inputs later, or None if they stay in high precision.
         alpha: the exponent of SmoothQuant's rule, 0 to 1: the scale of channel j is
             ``max |x_j|^alpha / max |W_j|^(1 - alpha)``. None tries this rule and AWQ's,
-            ``(mean |x_j|)^alpha``, with exponents from 0.1 to 1, and takes what leaves the least
-            squared error of the layers' outputs, over ``ROWS`` rows of inputs; no scale if none
-            leaves less.
+            ``(mean |x_j|)^alpha``, with exponents from 0.1 to 1. It takes the scales with the least
+            squared error of the layers' outputs over ``ROWS`` rows of inputs, or none if no scales
+            make the error smaller.
 
     Returns:
         Reports of the layers, with the error of their outputs before and after.
@@ -121,7 +121,8 @@ def smooth_(
     swapped = []
     with evaluating(model), torch.no_grad(), same_random_numbers(model):
         folds = find_folds(model, layers, batches[0])
-        check(bool(folds), OP, "scales must fit in front of a layer", "no such place", "Rotate it")
+        rule = "the model needs a norm or a linear layer into which scales can be folded"
+        check(bool(folds), OP, rule, "no such place", "Check filter_fn, or use rotate_")
         samples = _samples(model, layers, folds, batches)
         for fold in folds:
             chosen = _search(fold, samples, quantized, alpha)
@@ -182,7 +183,7 @@ def _touched(fold: Fold) -> list[Tensor]:
 
 def _behind_norms(model: nn.Module, batch: Any, names: Mapping[int, str]) -> Iterator[Fold]:
     for norm in find_norms(OP, model, batch):
-        # Whatever reads the norm must take the scale, whether it is quantized later or not.
+        # Each reader of the norm must take the scale, whether it is quantized later or not.
         readers = {names.get(id(p), n.removesuffix(".weight")): p for n, p in norm.readers.items()}
         modules = [model.get_submodule(_module(n, model)) for n in readers]
         transformed = any(TRANSFORM in module._modules for module in modules)

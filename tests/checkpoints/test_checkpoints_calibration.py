@@ -149,7 +149,7 @@ def test_refusals(tmp_path):
     with torch.no_grad():
         x = batches()[0]
         assert torch.equal(opened(tmp_path / "ours")(x), model(x))
-    with pytest.raises(checkpoints.CheckpointError, match="come with their formats"):
+    with pytest.raises(checkpoints.CheckpointError, match="together with their formats"):
         checkpoints.save(model.state_dict(), tmp_path / "a")
     with pytest.raises(checkpoints.CheckpointError, match="belongs to a quantized weight"):
         checkpoints.save({"x": torch.ones(1)}, tmp_path / "a", calibration=found)

@@ -119,7 +119,7 @@ def test_dequantize_multiplies_the_scale_into_the_weight(tmp_path):
         assert torch.equal(plain["0.weight"], origin * scale().float())
     with (
         pytest.warns(UserWarning, match="1 weights"),
-        pytest.raises(checkpoints.CheckpointError, match="scales the inputs"),
+        pytest.raises(checkpoints.CheckpointError, match="scales its inputs"),
     ):
         checkpoints.convert(tmp_path / "awq", tmp_path / "ct", CT)
     with pytest.warns(UserWarning, match="1 weights"):

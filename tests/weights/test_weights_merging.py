@@ -227,6 +227,8 @@ def test_the_warning_names_the_layers():
             quantized("nvfp4"), small, method="gptq", calibration=make_inputs(), warn_below=0.99
         )
     qtensor.merge_lora_(quantized("mxfp8"), pairs(size=0.1))  # warnings are errors
+    report = qtensor.merge_lora_(quantized("nvfp4"), pairs(size=1e-5), warn_below=0)
+    assert min(layer.survived for layer in report.layers) < 0, "0 never warns"
 
 
 def test_noise_beside_the_change_is_a_loss():

@@ -91,9 +91,11 @@ def _transform(
     if request.dtype is not None and scales:
         return NotCarried("it is multiplied into the columns of the decoded weight")
     if not (writer.takes_scales if scales else writer.takes_rotations):
-        rule = f"a layout that {'scales' if scales else 'rotates'} the inputs of layers is needed"
-        fix = "Write layout 'qtensor', or dequantize, which multiplies the weight by it"
-        refuse(Place(checkpoint.path, name, writer.layout), rule, "none", fix)
+        what = "scales" if scales else "rotates"
+        rule = f"a weight whose layer {what} its inputs needs a layout that stores this"
+        fix = "Write layout 'qtensor'"
+        fix += ", or dequantize, which multiplies the weight by the scales" if scales else ""
+        refuse(Place(checkpoint.path, name, writer.layout), rule, f"layout {writer.layout}", fix)
     return Carried(name)
 
 
@@ -130,7 +132,7 @@ def _input_factor(
     shape = _one(checkpoint, writer, name)
     found = Carried(renamed, (old_sense == DIVISOR) != (sense == DIVISOR), shape)
     if wrong_factor(found.apply(checkpoint[name])):
-        return NotCarried(f"the reciprocal of {checkpoint[name].item()} is no finite float32")
+        return NotCarried(f"the reciprocal of {checkpoint[name].item()} is not a finite float32")
     return found
 
 

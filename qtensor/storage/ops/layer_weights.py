@@ -64,14 +64,14 @@ def _lstm_layer(func: Op, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
 
 
 def _check_table(op: str, weight: Any, *others: Any) -> None:
-    """Refuse quantized indices and offsets.
+    """Refuse quantized indices, offsets and weights of samples.
 
     Raises:
-        UnsupportedError: the message names the way out.
+        UnsupportedError: another tensor than the table is quantized.
     """
     if not is_quantized(weight) or any(map(is_quantized, others)):
-        rule = "the table may be quantized, its indices and weights of samples not"
-        fail(op, rule, "a quantized one", "Pass plain tensors", UnsupportedError)
+        rule = "of the arguments, only the table may be quantized"
+        fail(op, rule, "another quantized argument", "Dequantize it", UnsupportedError)
 
 
 @implements(COMPUTE, "embedding")
