@@ -101,7 +101,7 @@ def test_a_file_with_a_transform_is_applied(tmp_path, transform, layout):
     ],
 )
 def test_a_layout_that_cannot_say_it_is_refused(tmp_path, transform, layout):
-    with pytest.raises(checkpoints.CheckpointError, match="its inputs needs a layout that stores this"):
+    with pytest.raises(checkpoints.CheckpointError, match="its inputs needs a layout"):
         checkpoints.save(layer(transform), tmp_path / "a", layout)
 
 
