@@ -100,7 +100,8 @@ class WeightLayer:
     @property
     def features(self) -> str:
         """The sizes, for reports: ``"64 -> 128"``."""
-        shape = getattr(self.stored[0], "shape", ("?", "?"))
+        weight = self.stored[0]
+        shape = ("?", "?") if weight is None or is_lazy(weight) else weight.shape
         if self.kind == "convolution" and len(shape) > 2:
             kernel = "x".join(map(str, shape[2:]))
             return f"{self.modules[0].in_channels} -> {shape[0]}, {kernel}"
@@ -286,6 +287,8 @@ def _alike(sharing: Mapping[str, WeightLayer], reasons: Mapping[str, str]) -> bo
 def _obstacle(layer: WeightLayer, plain: bool, inputs: bool) -> str:
     """Return the reason for which a layer's weights are not replaced by quantized ones, or ""."""
     module = layer.modules[0]
+    if any(map(is_lazy, layer.stored)):
+        return "its weight has no size yet; run the model on an input first"
     if isinstance(module, QuantizedModule):
         if plain:
             return f"a {type(module).__name__} of qtensor computes as its recipe says"

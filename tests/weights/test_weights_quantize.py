@@ -76,6 +76,14 @@ def test_bad_formats_change_nothing(format, message):
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
+def test_a_lazy_layer_is_skipped():
+    model = nn.Sequential(nn.LazyLinear(64), nn.Linear(64, 32))
+    (skipped,) = qtensor.quantize_(model, "nvfp4").skipped
+    assert skipped.features == "? -> ?"
+    assert "run the model on an input first" in skipped.note
+    assert model(torch.randn(2, 16)).shape == (2, 32)
+
+
 def test_bad_models():
     with pytest.raises(qtensor.ArgumentTypeError, match="model must be"):
         qtensor.quantize_("model", "nvfp4")
