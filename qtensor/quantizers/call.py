@@ -100,7 +100,7 @@ def quantize_call(
         seed = find_seed(quantizer, x, generator)
     if group is not None:
         amax = find_maxima(quantizer, x.detach(), group)
-    tensor, maximum = _with_gradient(x, quantizer, scale, amax, seed)
+    tensor, maximum = _with_gradient(x, quantizer, scale, amax, seed, None)
     return (tensor, maximum) if whole is None else whole_of(whole, tensor, maximum)
 
 
@@ -113,7 +113,7 @@ def quantize_by_maxima(quantizer: QuantizerLike, x: Tensor, amax: list[Tensor]) 
         amax: maxima as ``Quantizer.amax`` returns them.
     """
     called = constants_of(quantizer.canonical) if is_compiling() else quantizer
-    return _with_gradient(x, called, None, amax, None)[0]
+    return _with_gradient(x, called, None, amax, None, None)[0]
 
 
 def quantize_with_factor(
@@ -300,7 +300,7 @@ def _with_gradient(
     scale: Tensor | None,
     amax: list[Tensor] | None,
     seed: Tensor | None,
-    factor: Tensor | None = None,
+    factor: Tensor | None,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Return the result of ``_run``, whose gradient is that of ``x`` if one is needed."""
     if x.requires_grad and torch.is_grad_enabled():
@@ -314,7 +314,7 @@ def _run(
     scale: Tensor | None,
     amax: list[Tensor] | None,
     seed: Tensor | None,
-    factor: Tensor | None = None,
+    factor: Tensor | None,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Run the op and wrap its buffers.
 

@@ -15,7 +15,7 @@ from formats import FormatCase, formats
 import qtensor
 from qtensor.quantizers.call import QuantizerConstants, constants_of
 
-MOST = 13
+MOST = 14
 """Guards on names of the library: its modules and functions that a call of ``quantize`` runs
 through.
 """

@@ -105,6 +105,7 @@ def test_the_number_of_a_format_is_that_of_its_kernels() -> None:
         "linear",
         "few_rows",
         "few_rows_bfloat16",
+        "dequantize_Bfloat16",  # decodes the weight of dot products
     }
     names = {unit.name for unit in piece_spec("avx512", Piece("integer_products")).units}
     assert names == {"c_interface", "integer_products"}
