@@ -308,7 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
 def document(results: suite.Results, settings: Settings) -> Report:
     """Return the report of summary rows."""
     named = "; ".join(f"*{kind}*: {text}" for kind, text in KINDS.items())
-    sizes = ", ".join(cases.size_name(shape) for shape in SIZES[settings.quick])
+    sizes = ", ".join(settings.sizes or map(cases.size_name, SIZES[settings.quick]))
     rows = ", ".join(str(count) for count in ROWS[settings.quick])
     text = TEXT.format(
         kinds=f"{named}; *{MODEL}*: one step of 8 sequences through `examples/generate.py`'s "
