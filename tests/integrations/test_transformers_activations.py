@@ -13,7 +13,7 @@ from qtensor.modules.input_hook import set_input_step
 from qtensor.modules.input_transform import InputTransform
 from tests.helpers.transformers_models import IDS, config, load, transformers
 
-integration = pytest.importorskip("qtensor.integrations.transformers")
+integration = pytest.importorskip("qtensor.integrations.transformers", reason="extra transformers")
 
 
 def keep(module, name):
