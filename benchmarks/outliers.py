@@ -8,20 +8,17 @@ precision and with inputs in the format of the weights.
 from __future__ import annotations
 
 import copy
-import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 import qtensor
 from benchmarks import machine, suite
-from benchmarks.report import Column, Report, Row
+from benchmarks.quality import Rows, parser
+from benchmarks.report import Column, Report
 from benchmarks.rounding import NAMES, Part, language_model, sentence_model
-from benchmarks.settings import parser
 from benchmarks.settings import settings as settings_of
 from qtensor.modules.input_hook import QUANTIZER, set_input_step
 from qtensor.modules.input_quantizer import InputQuantizer
@@ -70,19 +67,11 @@ def measure(part: Part, kind: str, fmt: str, inputs: str | None) -> dict[str, fl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
-    command = parser("outliers", __doc__)
-    command.add_argument("--model", type=Path, default=Path("small_gpt.pt"), help="of small_gpt.py")
-    command.add_argument("--rows", type=Path, help="file that keeps rows of an interrupted run")
-    command.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="(default: all)")
-    command.set_defaults(peers="none")
-    options = command.parse_args(arguments)
+    options = parser("outliers", __doc__, PARTS).parse_args(arguments)
     settings = settings_of(options)
-    warnings.filterwarnings("ignore", category=FutureWarning)
     sizes = (64, 16, 32, 32) if options.quick else (128, 64, 128, 256)
     windows, batches, seen, unseen = sizes
-    path: Path | None = options.rows
-    lines = path.read_text().splitlines() if path is not None and path.exists() else []
-    rows: list[Row] = [json.loads(line) for line in lines]
+    rows = Rows(options.rows)
     gpt = language_model(options.model, options.quick, windows, batches)
     plain = gpt[2](gpt[0])
     makers: dict[str, Callable[[], Part]] = {
@@ -97,14 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for kind in PREPARATIONS:
                     row: dict[str, Any] = {"model": NAMES[name], "weights": fmt}
                     row |= {"inputs": inputs or "float32", "kind": kind}
-                    if any(row.items() <= done.items() for done in rows):
-                        continue
-                    rows.append(row | measure(part, kind, fmt, inputs))
-                    print(rows[-1], flush=True)
-                    if path is not None:
-                        with path.open("a") as file:
-                            file.write(json.dumps(rows[-1]) + "\n")
-    present = {row["model"] for row in rows}
+                    if not rows.has(row):
+                        rows.add(row | measure(part, kind, fmt, inputs))
+    measured = tuple(rows.measured)
+    present = {row["model"] for row in measured}
     absent = [f"{name}: not measured in this run" for name in NAMES.values() if name not in present]
     text = TEXT.format(windows=windows, batches=batches, plain=plain, unseen=unseen, seen=seen)
     columns = (
@@ -114,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(Column(rounding, f"`{rounding}`", 4) for rounding in ROUNDINGS),
     )
     here = machine.environment(settings.threads, {})
-    report = Report("outliers", TITLE, text, here, columns, ("model",), tuple(rows), tuple(absent))
+    report = Report("outliers", TITLE, text, here, columns, ("model",), measured, tuple(absent))
     return suite.finish(report, settings)
 
 

@@ -8,10 +8,8 @@ distillation (``examples/distill.py``).
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +17,9 @@ from torch import nn
 
 import qtensor
 from benchmarks import machine, suite
+from benchmarks.quality import Rows, parser
 from benchmarks.report import Column, Report, Row
 from benchmarks.rounding import Part, language_model
-from benchmarks.settings import parser
 from benchmarks.settings import settings as settings_of
 from examples import distill, small_gpt
 from qtensor.weights.calibrated import CalibratedInput
@@ -49,6 +47,11 @@ def with_inputs(model: nn.Module, format: str) -> None:
     qtensor.Calibration(dict.fromkeys(names, CalibratedInput(format))).apply(model)
 
 
+def case_of(format: str, activations: bool) -> str:
+    """Return the first column of a row."""
+    return f"{format}, {'W4A4' if activations else 'W4A16'}"
+
+
 def measured(part: Part, format: str, activations: bool, c: small_gpt.Config, steps: int) -> Row:
     """Return the perplexities of one format.
 
@@ -58,7 +61,7 @@ def measured(part: Part, format: str, activations: bool, c: small_gpt.Config, st
     model, calibration, score = part
     train, held_out = small_gpt.corpus()
     plain = score(model)
-    row: Row = {"model": NAME, "case": f"{format}, {'W4A4' if activations else 'W4A16'}"}
+    row: Row = {"model": NAME, "case": case_of(format, activations)}
     for rounding in ("nearest", "gptq_mse"):
         rounded = copy.deepcopy(model)
         inputs = calibration if rounding != "nearest" else None
@@ -82,28 +85,17 @@ def measured(part: Part, format: str, activations: bool, c: small_gpt.Config, st
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
-    command = parser("qat", __doc__)
-    command.add_argument("--model", type=Path, default=Path("small_gpt.pt"), help="of small_gpt.py")
-    command.add_argument("--rows", type=Path, help="file that keeps rows of an interrupted run")
-    command.set_defaults(peers="none")
-    options = command.parse_args(arguments)
+    options = parser("qat", __doc__).parse_args(arguments)
     settings = settings_of(options)
     windows, batches = (64, 16) if options.quick else (256, 128)
     part = language_model(options.model, options.quick, windows, batches)
     _, c = small_gpt.load(options.model)
     steps = STEPS[options.quick]
-    lines = options.rows.read_text().splitlines() if options.rows and options.rows.exists() else []
-    rows: list[Row] = [json.loads(line) for line in lines]
+    rows = Rows(options.rows)
     for format in FORMATS:
         for activations in (False, True):
-            case = f"{format}, {'W4A4' if activations else 'W4A16'}"
-            if any(row["case"] == case for row in rows):
-                continue
-            rows.append(measured(part, format, activations, c, steps))
-            print(rows[-1], flush=True)
-            if options.rows:
-                with options.rows.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            if not rows.has({"model": NAME, "case": case_of(format, activations)}):
+                rows.add(measured(part, format, activations, c, steps))
     size = sum(p.numel() for p in part[0].parameters()) / 1e6
     facts: dict[str, Any] = {"size": size, "windows": windows, "batches": batches, "steps": steps}
     text = TEXT.format(plain=part[2](part[0]), **facts)
@@ -115,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Column("left", "loss left", 2),
     )
     here = machine.environment(settings.threads, {})
-    report = Report("qat", TITLE, text, here, columns, ("model",), tuple(rows), ())
+    report = Report("qat", TITLE, text, here, columns, ("model",), tuple(rows.measured), ())
     return suite.finish(report, settings)
 
 

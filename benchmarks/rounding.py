@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import sys
 import sysconfig
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +23,8 @@ from torch.nn import functional as F
 
 import qtensor
 from benchmarks import machine, suite
+from benchmarks.quality import Rows, parser
 from benchmarks.report import Column, Report, Row
-from benchmarks.settings import parser
 from benchmarks.settings import settings as settings_of
 from examples import small_gpt
 from qtensor.weights.rounding import ROUNDINGS
@@ -135,45 +133,34 @@ def language_model(path: Path, quick: bool, windows: int, batches: int) -> Part:
     )
 
 
-class Rows:
-    """Measured rows, and a file of JSON lines from which an interrupted run goes on."""
+def add(rows: Rows, name: str, case: str, part: Part, formats: Callable[[], Any]) -> None:
+    """Measure the scores of all roundings of the formats, unless the file has them.
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        self.measured: list[Row] = [json.loads(line) for line in lines]
-
-    def add(self, name: str, case: str, part: Part, formats: Callable[[], Any]) -> None:
-        """Measure the scores of all roundings of the formats, unless the file has them.
-
-        Args:
-            name: what is measured.
-            case: the row's first column.
-            part: model, calibration inputs and score.
-            formats: returns what ``quantize_`` takes.
-        """
-        if any((row["model"], row["case"]) == (name, case) for row in self.measured):
-            return
-        (model, calibration, score), chosen = part, formats()
-        row: Row = {"model": name, "case": case}
-        for rounding, options in ROUNDINGS.items():
-            quantized = copy.deepcopy(model)
-            inputs = calibration if options.needs_inputs else None
-            qtensor.quantize_(quantized, chosen, rounding=rounding, calibration=inputs)
-            row["bits"] = bits_of(quantized)
-            row[rounding] = score(quantized)
-        self.measured.append(row)
-        print(row, flush=True)
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    Args:
+        rows: where the row is added.
+        name: what is measured.
+        case: the row's first column.
+        part: model, calibration inputs and score.
+        formats: returns what ``quantize_`` takes.
+    """
+    row: Row = {"model": name, "case": case}
+    if rows.has(row):
+        return
+    (model, calibration, score), chosen = part, formats()
+    for rounding, options in ROUNDINGS.items():
+        quantized = copy.deepcopy(model)
+        inputs = calibration if options.needs_inputs else None
+        qtensor.quantize_(quantized, chosen, rounding=rounding, calibration=inputs)
+        row["bits"] = bits_of(quantized)
+        row[rounding] = score(quantized)
+    rows.add(row)
 
 
 def measure(rows: Rows, name: str, part: Part, metric: Any, searches: bool) -> None:
     """Measure every format, or the formats of a search for every budget."""
     if not searches:
         for fmt in FORMATS:
-            rows.add(name, fmt, part, partial(str, fmt))
+            add(rows, name, fmt, part, partial(str, fmt))
         return
     model, calibration, _ = part
     with tempfile.TemporaryDirectory(prefix="qtensor-rounding-") as folder:
@@ -187,7 +174,7 @@ def measure(rows: Rows, name: str, part: Part, metric: Any, searches: bool) -> N
             ).formats
 
         for budget in BUDGETS:
-            rows.add(name, searched(budget), part, partial(found, budget))
+            add(rows, name, searched(budget), part, partial(found, budget))
 
 
 def absent_cases(measured: Sequence[Row]) -> tuple[str, ...]:
@@ -213,14 +200,8 @@ def cosine_distance(reference: Tensor, output: Tensor) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
-    command = parser("rounding", __doc__)
-    command.add_argument("--model", type=Path, default=Path("small_gpt.pt"), help="of small_gpt.py")
-    command.add_argument("--rows", type=Path, help="file that keeps rows of an interrupted run")
-    command.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="(default: all)")
-    command.set_defaults(peers="none")
-    options = command.parse_args(arguments)
+    options = parser("rounding", __doc__, PARTS).parse_args(arguments)
     settings = settings_of(options)
-    warnings.filterwarnings("ignore", category=FutureWarning)
     windows, batches, seen, unseen = (64, 16, 32, 32) if options.quick else (256, 128, 128, 256)
     rows = Rows(options.rows)
     gpt = language_model(options.model, options.quick, windows, batches)
