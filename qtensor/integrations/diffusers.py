@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -31,36 +30,12 @@ from qtensor.checkpoints.containers.shard_files import path_of
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.saving import writable
 from qtensor.core.errors import QTensorError, UnsupportedError, fail
-from qtensor.integrations import transformers
 from qtensor.integrations.loading import module_of
+from qtensor.integrations.quantization_config import METHOD
+from qtensor.integrations.transformers import QTensorConfig
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights.layers import match
 from qtensor.weights.shown import show_formats
-
-
-class Method(StrEnum):
-    """Name the method as diffusers names its own: it asks for ``.value``."""
-
-    QTENSOR = transformers.METHOD
-
-
-class QTensorConfig(transformers.QTensorConfig):
-    """Say how a model of diffusers is quantized, loaded and saved.
-
-    The arguments are those of ``qtensor.integrations.transformers.QTensorConfig``, so that
-    ``PipelineQuantizationConfig(quant_backend="qtensor", ...)`` serves all models of a pipeline.
-    ``modules_to_not_convert`` are parts of the names of modules: ``"proj_out"`` or ``"blocks.0."``.
-    ``save_pretrained`` writes the layout ``"qtensor"``; ``qtensor.checkpoints.save`` writes others.
-    """
-
-    @property
-    def quant_method(self) -> Method:
-        """Return the method as diffusers names its own."""
-        return Method.QTENSOR
-
-    @quant_method.setter
-    def quant_method(self, name: str) -> None:
-        """Take the name that the base class sets, which is that of the method."""
 
 
 class QTensorQuantizer(DiffusersQuantizer):
@@ -266,7 +241,7 @@ class QTensorQuantizer(DiffusersQuantizer):
         Raises:
             UnsupportedError: the config names another layout; nothing is written yet.
         """
-        if self.quantization_config.layout != transformers.METHOD:
+        if self.quantization_config.layout != METHOD:
             fix = "Call qtensor.checkpoints.save(model.state_dict(), path, layout=)"
             rule = 'save_pretrained of diffusers writes layout="qtensor"'
             got = self.quantization_config.layout
@@ -370,7 +345,7 @@ def _in_dtype_of_weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype |
     return _in_dtype(tensor, dtype) if name in checkpoint.groups else tensor
 
 
-auto.AUTO_QUANTIZER_MAPPING[Method.QTENSOR.value] = QTensorQuantizer
-auto.AUTO_QUANTIZATION_CONFIG_MAPPING[Method.QTENSOR.value] = QTensorConfig
+auto.AUTO_QUANTIZER_MAPPING[METHOD] = QTensorQuantizer
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = QTensorConfig
 
 __all__ = ["QTensorConfig", "QTensorQuantizer", "load_single_file"]

@@ -1,9 +1,10 @@
-"""``QTensorConfig``: how a model of transformers is quantized, loaded and saved."""
+"""``QTensorConfig``: how a model of transformers or diffusers is quantized, loaded and saved."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from transformers.quantizers import register_quantization_config
@@ -25,9 +26,18 @@ Formats = (
 """What says the formats of the weights of a model."""
 
 
+class Method(StrEnum):
+    """Name the method as transformers and diffusers name theirs: diffusers asks for ``.value``."""
+
+    QTENSOR = METHOD
+
+
 @register_quantization_config(METHOD)
 class QTensorConfig(QuantizationConfigMixin):
-    """Say how a model of transformers is quantized, loaded and saved.
+    """Say how a model of transformers or diffusers is quantized, loaded and saved.
+
+    Both libraries take this one class, so that
+    ``PipelineQuantizationConfig(quant_backend="qtensor", ...)`` serves all models of a pipeline.
 
     Attributes:
         format: canonical text of the quantizer for weights, a dict from names of layers to such
@@ -54,10 +64,12 @@ class QTensorConfig(QuantizationConfigMixin):
                 from names of layers (``*`` and ``?`` allowed) to formats, as ``quantize_`` takes
                 it; the result of ``qtensor.search``, or the name of a ``.json`` file that it
                 saved; None for checkpoints that are quantized already.
-            modules_to_not_convert: a name of modules or several, as transformers matches them:
-                from the start of a name, as a regular expression, or as a suffix.
+            modules_to_not_convert: a name of modules or several. transformers matches them from
+                the start of a name, as a regular expression, or as a suffix; diffusers matches
+                parts of names, such as ``"proj_out"`` or ``"blocks.0."``.
             layout: name of the layout that ``save_pretrained`` writes, such as ``"qtensor"`` or
-                ``"compressed-tensors"``; it must be one that ``qtensor.checkpoints`` writes.
+                ``"compressed-tensors"``; it must be one that ``qtensor.checkpoints`` writes. For
+                models of diffusers it is ``"qtensor"``.
             activations: True lets the layers of a quantized checkpoint quantize their inputs as
                 its config says, with the factors of the file (``qtensor.checkpoints.calibration``).
             **entry: other keys of ``quantization_config`` in a config.json of ours.
@@ -70,7 +82,7 @@ class QTensorConfig(QuantizationConfigMixin):
         if entry:
             fix = "Pass format, modules_to_not_convert or layout"
             fail("QTensorConfig", "its arguments must be known", ", ".join(entry), fix)
-        self.quant_method = METHOD
+        self.quant_method = Method.QTENSOR
         self.format = _weight_formats(format)
         if isinstance(modules_to_not_convert, str):
             # transformers would take every letter for a name.
