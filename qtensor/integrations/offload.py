@@ -1,4 +1,4 @@
-"""Keep the weights of a model on disk, and load a layer's when it runs, with accelerate."""
+"""Place the weights of a model on devices and on disk with accelerate."""
 
 from __future__ import annotations
 
@@ -69,11 +69,7 @@ def disk_offload(
         CheckpointError: the folder holds a checkpoint, or the disk is full.
         UnsupportedError: accelerate is not installed, or ``state_dict`` is among the options.
     """
-    try:
-        import accelerate  # noqa: PLC0415 only this function needs it
-    except ImportError:
-        fix = "Call pip install accelerate"
-        fail("disk_offload", "accelerate must be installed", "no accelerate", fix, UnsupportedError)
+    accelerate = _accelerate("disk_offload")
     if "state_dict" in options:
         fix = "Leave it out, or call accelerate.cpu_offload"
         fail("disk_offload", "the weights are those of the model", "state_dict=", fix)
@@ -88,4 +84,95 @@ def disk_offload(
     return accelerate.cpu_offload(model, execution_device, state_dict=weights, **options)
 
 
-__all__ = ["StoredWeights", "disk_offload"]
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, str | int | torch.device],
+    main_device: str | int | torch.device | None = None,
+    *,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    force_hooks: bool = False,
+) -> Any:
+    """Do what ``accelerate.dispatch_model`` does, for models with quantized weights too.
+
+    accelerate knows tied weights by their address, which a quantized tensor does not have. Here
+    modules are placed by the same hooks of accelerate, without addresses: a tied weight that is
+    offloaded is copied for each module that uses it.
+
+    Args:
+        model: a module.
+        device_map: a device for each module by name, such as that of
+            ``accelerate.infer_auto_device_map``. Beside a GPU, modules on ``"cpu"`` run on
+            ``main_device``, and their weights are copied there for each call.
+        main_device: by default the first device that is not the CPU, or the CPU.
+        offload_buffers: True to move the buffers of modules on ``"cpu"`` likewise.
+        skip_keys: names of arguments that are not moved between devices; by default those that a
+            model of transformers names.
+        force_hooks: True for hooks also where one device has all modules.
+
+    Returns:
+        The model.
+
+    Raises:
+        QTensorError: the map names the disk.
+        ValueError: the map names no device for a parameter.
+        UnsupportedError: accelerate is not installed.
+    """
+    _accelerate("dispatch_model")
+    from accelerate import utils  # noqa: PLC0415 only this function needs it
+    from accelerate.hooks import attach_align_device_hook_on_blocks  # noqa: PLC0415
+
+    if "disk" in device_map.values():
+        fix = f"Call disk_offload of {__name__} for a whole model"
+        fail("dispatch_model", "modules are on devices", dict(device_map), fix)
+    utils.check_device_map(model, dict(device_map))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    if len(set(device_map.values())) == 1 and not force_hooks:
+        return model.to(next(iter(device_map.values())))
+    execution, offloaded = _placed(device_map, main_device)
+    names = [name for name, moves in offloaded.items() if moves]
+    state = utils.extract_submodules_state_dict(model.state_dict(), names) if names else None
+    tied = utils.find_tied_parameters(model)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=execution,
+        offload=offloaded,
+        weights_map=state,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys or getattr(model, "_skip_keys_device_placement", None),
+    )
+    utils.retie_parameters(model, tied)
+    return model
+
+
+def _placed(
+    device_map: Mapping[str, str | int | torch.device], main_device: str | int | torch.device | None
+) -> tuple[dict[str, str | int | torch.device], dict[str, bool]]:
+    """Return where each module runs, the rest of the model (``""``) too, and which ones move."""
+    if main_device is None:
+        others = (device for device in device_map.values() if str(device) != "cpu")
+        main_device = next(others, "cpu")
+    execution = {
+        name: main_device if str(device) == "cpu" else device for name, device in device_map.items()
+    }
+    # Without another device there is nowhere to move from; one memory serves "mps" and the CPU.
+    moves = str(main_device).partition(":")[0] not in ("cpu", "mps")
+    offloaded = {name: moves and str(device) == "cpu" for name, device in device_map.items()}
+    return {**execution, "": main_device}, offloaded
+
+
+def _accelerate(op: str) -> Any:
+    """Return the module accelerate.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    try:
+        import accelerate  # noqa: PLC0415 an optional package
+    except ImportError:
+        fix = "Call pip install accelerate"
+        fail(op, "accelerate must be installed", "no accelerate", fix, UnsupportedError)
+    return accelerate
+
+
+__all__ = ["StoredWeights", "disk_offload", "dispatch_model"]

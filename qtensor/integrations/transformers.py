@@ -101,15 +101,16 @@ class QTensorQuantizer(HfQuantizer):
         """Refuse devices that cannot hold quantized parameters while loading.
 
         Raises:
-            UnsupportedError: ``device_map`` names the disk.
+            UnsupportedError: ``device_map`` names the disk, or several devices.
         """
         if isinstance(device_map, dict):
-            if "disk" in device_map.values():
-                fix = "Load on the CPU, then call disk_offload of qtensor.integrations.offload"
-                rule = "from_pretrained cannot offload quantized weights to disk"
-                fail("from_pretrained", rule, device_map, fix, UnsupportedError)
             devices = set(device_map.values())
-            self._device = devices.pop() if len(devices) == 1 else None
+            if "disk" in devices or len(devices) > 1:
+                fix = "Load on the CPU, then call {} of qtensor.integrations.offload"
+                fix = fix.format("disk_offload" if "disk" in devices else "dispatch_model")
+                rule = "from_pretrained loads quantized weights to one device"
+                fail("from_pretrained", rule, device_map, fix, UnsupportedError)
+            self._device = devices.pop() if devices else None
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Take out of a config what described the files: they decide what is loaded."""

@@ -399,7 +399,8 @@ class QuantizedTensor(
             "attach(model) of qtensor.integrations.transformers; or give safetensors the tensors "
             "in t.buffers() and rebuild with t.quantizer.assemble(buffers, shape, dtype). For "
             "async_save of torch.distributed.checkpoint, pass "
-            f"async_stager=qtensor.distributed.Stager(). To offload a model to disk, {_OFFLOAD}"
+            "async_stager=qtensor.distributed.Stager(). In place of accelerate's functions of the "
+            "same names, call disk_offload or dispatch_model of qtensor.integrations.offload"
         )
         self._refuse_memory("data_ptr", fix)
 

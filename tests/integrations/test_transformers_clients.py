@@ -7,7 +7,7 @@ from transformers_models import config, dense, load, logits, transformers
 
 import qtensor
 from qtensor.integrations.experts import ExpertWeights
-from qtensor.integrations.offload import disk_offload
+from qtensor.integrations.offload import _placed, disk_offload, dispatch_model
 from qtensor.integrations.transformers import QTensorConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
@@ -249,18 +249,84 @@ def test_accelerate(name, fmt, how, make, tmp_path):
     assert frozen(make(name, fmt))
 
 
-def test_accelerate_does_not_take_all_weights_for_one():
-    """It knows tied weights by their address; all would have the address 0."""
+def test_layers_are_placed_one_by_one():
+    """accelerate knows tied weights by their address; ours knows them by identity."""
     accelerate = need("accelerate")
     layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
     for layer in layers[:2]:
         layer.weight = torch.nn.Parameter(qtensor.quantize(layer.weight.detach(), "mxfp8"))
     layers[2].weight = layers[0].weight
     model = torch.nn.Sequential(*layers)
+    x = torch.randn(4, 64)
+    wanted = model(x)
     places = {"0": "cpu", "1": "cpu", "2": "cpu"}
-    with pytest.raises(qtensor.QTensorError, match="is not one block of memory"):
+    with pytest.raises(
+        qtensor.QTensorError, match="call disk_offload or dispatch_model of qtensor"
+    ):
         accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+    model = dispatch_model(model, places, force_hooks=True)
+    assert all(hasattr(layer, "_hf_hook") for layer in layers)
+    assert torch.equal(model(x), wanted)
     assert layers[1].weight is not layers[0].weight
+    assert layers[2].weight is layers[0].weight
+    with pytest.raises(ValueError, match="does not give any device"):
+        dispatch_model(model, {"0": "cpu"})
+    with pytest.raises(qtensor.QTensorError, match="Call disk_offload of"):
+        dispatch_model(model, {**places, "1": "disk"})
+
+
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+def test_models_are_placed_layer_by_layer(name, fmt, make):
+    need("accelerate")
+    model = make(name, fmt)
+    wanted = logits(model)
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {f"model.layers.{i}": "cpu" for i in range(2)} | {"lm_head": "cpu"}
+    model = dispatch_model(model, places, force_hooks=True)
+    assert torch.equal(logits(model), wanted)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied == model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(("place", "function"), [("disk", "disk_offload"), (0, "dispatch_model")])
+def test_a_model_is_loaded_to_one_device(place, function, tmp_path):
+    dense("llama", tmp_path)
+    places = {"": "cpu", "model.layers.1": place}
+    with pytest.raises(qtensor.QTensorError, match=f"then call {function} of qtensor"):
+        load(tmp_path, quantization_config=QTensorConfig("nvfp4"), device_map=places)
+
+
+@pytest.mark.parametrize(
+    ("places", "main", "runs", "moves"),
+    [
+        ({"a": "cpu", "b": "cpu"}, None, ["cpu", "cpu", "cpu"], ""),
+        ({"a": 0, "b": "cpu"}, None, [0, 0, 0], "b"),
+        ({"a": 0, "b": 1, "c": "cpu"}, None, [0, 1, 0, 0], "c"),
+        ({"a": 0, "b": "cpu"}, 1, [0, 1, 1], "b"),
+        ({"a": "mps", "b": "cpu"}, None, ["mps", "mps", "mps"], ""),
+        ({"a": torch.device("cuda", 1), "b": torch.device("cpu")}, "cuda:1", ["cuda:1"] * 3, "b"),
+    ],
+)
+def test_where_modules_run(places, main, runs, moves):
+    """Beside a GPU, modules on the CPU run on the main device; ``""`` is the rest of the model."""
+    execution, offloaded = _placed(places, main)
+    assert list(execution) == [*places, ""]
+    assert list(map(str, execution.values())) == list(map(str, runs))
+    assert [name for name in places if offloaded[name]] == list(moves)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="weights move to a GPU for each call")
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+def test_layers_on_the_cpu_run_on_a_gpu(name, fmt, make):
+    need("accelerate")
+    model = make(name, fmt)
+    wanted = logits(model)
+    places = {"model.embed_tokens": 0, "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
+    places |= {"model.layers.0": "cpu", "model.layers.1": 0}
+    model = dispatch_model(model, places)
+    assert all(p.is_meta for p in model.model.layers[0].parameters())
+    torch.testing.assert_close(logits(model), wanted, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(("name", "fmt"), KINDS)
