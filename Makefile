@@ -23,7 +23,8 @@ QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_T
 # forbids Python to write its bytecode; an empty variable allows it.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 
-CPP_SOURCES = $(wildcard $(foreach folder,src src/ops,qtensor/kernels/cpu/$(folder)/*.h qtensor/kernels/cpu/$(folder)/*.cpp))
+CPP_FOLDERS = $(foreach folder,src src/attention src/ops,qtensor/kernels/cpu/$(folder)) qtensor/cutlass_gemm benchmarks tests/helpers
+CPP_SOURCES = $(wildcard $(foreach folder,$(CPP_FOLDERS),$(folder)/*.h $(folder)/*.cpp))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-project test-all lint format docs docs-check check-kernels bench overhead wheel release clean

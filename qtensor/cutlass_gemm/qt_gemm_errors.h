@@ -9,9 +9,9 @@ namespace qt {
 inline thread_local cudaError_t last_error = cudaSuccess;
 
 inline cudaError_t read_error() {
-  cudaError_t const error = cudaGetLastError();
-  if (error != cudaSuccess) last_error = error;
-  return error;
+    cudaError_t const error = cudaGetLastError();
+    if (error != cudaSuccess) last_error = error;
+    return error;
 }
 
 }  // namespace qt
