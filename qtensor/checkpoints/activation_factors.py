@@ -205,10 +205,8 @@ def with_transforms(state: Mapping[str, Tensor], writer: Writer) -> dict[str, Te
             refuse(Place("", name, writer.layout), rule, f"layout {writer.layout}", fix)
         elif last == "scale":
             done[_joined(module, PRE_SCALE)] = tensor
-        elif writer.keeps_names:
-            done[_joined(module, ROTATION)] = tensor
         else:
-            writer.rotated[module] = int(tensor)
+            done[_joined(module, ROTATION)] = tensor
     return done
 
 
@@ -238,7 +236,7 @@ def apply_transforms(path: Path | Checkpoint, model: nn.Module) -> list[str]:
         with open_checkpoint(path, accept_rotated=True) as checkpoint:
             return apply_transforms(checkpoint, model)
     modules = dict(model.named_modules())
-    found = path.reader.input_transforms()
+    found = path.input_transforms
     for name in found:
         if not isinstance(modules.get(name), nn.Linear):
             rule = "inputs are scaled and rotated for linear layers of the model"
@@ -270,7 +268,7 @@ def calibration(path: Path | Checkpoint, layout: str | None = None) -> Calibrati
     """
     if isinstance(path, Checkpoint):
         return _calibration(path)
-    with open_checkpoint(path, layout) as checkpoint:
+    with open_checkpoint(path, layout, accept_rotated=True) as checkpoint:
         return _calibration(checkpoint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ from qtensor.checkpoints.layout_base import (
 from qtensor.checkpoints.modes import in_memory
 from qtensor.core.errors import QTensorError
 from qtensor.core.texts import aligned
+from qtensor.modules.input_transform import InputTransform
 from qtensor.storage.tensor import QuantizedTensor
 
 Rounding = Literal["origin"] | None
@@ -152,6 +154,11 @@ class Checkpoint(Mapping[str, Tensor]):
                 self._refuse(stored, "each name has one weight", "a plain tensor of that name")
             names[name] = None
         return names
+
+    @functools.cached_property
+    def input_transforms(self) -> dict[str, InputTransform]:
+        """Return what must happen to the inputs of layers, by module; see the layout's method."""
+        return self.reader.input_transforms()
 
     def _refuse(self, name: str, rule: str, got: str) -> None:
         fix = "Export the checkpoint again, or leave out layout="
@@ -363,18 +370,18 @@ def open_checkpoint(path: Path, layout: str | None = None, **options: object) ->
             raise
 
 
-def open_with_factors(path: Path, layout: str | None = None) -> Checkpoint:
+def open_with_factors(path: Path, layout: str | None = None, **options: object) -> Checkpoint:
     """Open a checkpoint so that each weight has all of its factors, as conversion needs it.
 
     Layouts differ from ``open_checkpoint`` where they store a factor that their own loader applies
     to the product, as GGUF does: here it is part of the weight.
     """
-    checkpoint = open_checkpoint(path, layout)
-    options = checkpoint.reader.conversion_options
-    if not options:
+    checkpoint = open_checkpoint(path, layout, **options)
+    needed = checkpoint.reader.conversion_options
+    if not needed:
         return checkpoint
     checkpoint.close()
-    return open_checkpoint(path, layout, **options)
+    return open_checkpoint(path, layout, **needed, **options)
 
 
 @contextmanager

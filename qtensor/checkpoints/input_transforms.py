@@ -13,17 +13,12 @@ PRE_SCALE = "pre_quant_scale"
 """Last name part of the factors of the channels of a layer's input, (K,)."""
 
 
-def pre_scaled(source: Source) -> dict[str, str]:
-    """Return the names of tensors that multiply the channels of inputs (AWQ), by module."""
-    return _by_module(source, PRE_SCALE)
-
-
 def stored_transforms(source: Source) -> dict[str, InputTransform]:
     """Return the transforms of inputs that tensors of a checkpoint describe, by module."""
     found: dict[str, InputTransform] = {}
     if source.read is None:
         return found
-    scales, rotations = pre_scaled(source), _by_module(source, ROTATION)
+    scales, rotations = (_by_module(source, last) for last in (PRE_SCALE, ROTATION))
     for module in dict.fromkeys((*scales, *rotations)):
         scale = source.read(scales[module]).clone() if module in scales else None
         size = int(source.read(rotations[module])) if module in rotations else 0

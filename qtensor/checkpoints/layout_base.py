@@ -344,8 +344,6 @@ class Writer(abc.ABC):
         """Plain tensor -> number of its dims; ``plain`` fills it."""
         self.input_formats: dict[str, str] = {}
         """Module -> format of its inputs, where a calibration names it."""
-        self.rotated: dict[str, int] = {}
-        """Module -> size of the blocks of its inputs that are rotated."""
 
     @abc.abstractmethod
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:

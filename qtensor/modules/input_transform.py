@@ -73,6 +73,12 @@ class InputTransform(InputStep):
             values = rotate(values, self._matrix)
         return values
 
+    def into_weight(self, weight: Tensor) -> Tensor:
+        """Return a weight (N, K) as it is for inputs that are not transformed."""
+        if self._matrix is not None:
+            weight = rotate(weight, self._matrix)
+        return weight if self.scale is None else weight * self.scale.to(weight.dtype)
+
     def extra_repr(self) -> str:
         """Return what the transform does for the repr of the module."""
         parts = ["scale"] if self.scale is not None else []

@@ -108,8 +108,7 @@ def test_a_layout_that_cannot_say_it_is_refused(tmp_path, transform, layout):
 def test_dequantize_multiplies_the_scale_into_the_weight(tmp_path):
     model = layer(InputTransform(scale()))
     checkpoints.save(model, tmp_path / "awq", MODELOPT)
-    with pytest.warns(UserWarning, match="apply_transforms"):
-        report = checkpoints.dequantize(tmp_path / "awq", tmp_path / "plain", dtype=torch.float32)
+    report = checkpoints.dequantize(tmp_path / "awq", tmp_path / "plain", dtype=torch.float32)
     assert "columns" in report.not_carried["0.pre_quant_scale"]
     with checkpoints.open(tmp_path / "plain") as plain:
         values = model[0].weight.dequantize(torch.float32)
@@ -126,6 +125,55 @@ def test_dequantize_multiplies_the_scale_into_the_weight(tmp_path):
         checkpoints.convert(tmp_path / "awq", tmp_path / "ours")
     with torch.no_grad():
         assert_same_bytes(opened(tmp_path / "ours")(x_of()), model(x_of()))
+
+
+@pytest.mark.parametrize("layout", ["qtensor", CT])
+@pytest.mark.parametrize("fmt", ["nvfp4", None])
+def test_dequantize_undoes_a_rotation(tmp_path, layout, fmt):
+    """Also in a plain weight, beside a quantized one."""
+    transform = InputTransform(scale() if layout == "qtensor" else None, 32)
+    model = layer(transform, fmt or "nvfp4")
+    if fmt is None:
+        values = model[0].weight.dequantize()
+        model = nn.Sequential(nn.Linear(K, N, bias=False), nn.Linear(N, 32, bias=False))
+        model[0].weight = nn.Parameter(values)
+        set_input_step(model[0], TRANSFORM, transform)
+        model[1].weight = nn.Parameter(qtensor.quantize(model[1].weight.detach(), "nvfp4"), False)
+    checkpoints.save(model, tmp_path / "rotated", layout)
+    checkpoints.dequantize(tmp_path / "rotated", tmp_path / "plain", dtype=torch.float32)
+    origin = checkpoints.open(tmp_path / "rotated", accept_rotated=True)
+    stored = origin.dense("0.weight", torch.float32) if fmt else origin["0.weight"]
+    wanted = rotate(stored.float(), hadamard_matrix(32))
+    wanted = wanted if transform.scale is None else wanted * transform.scale.float()
+    with checkpoints.open(tmp_path / "plain") as plain:
+        assert plain.keys() >= {"0.weight"}
+        assert not any("rotation" in name for name in plain)
+        assert torch.equal(plain["0.weight"], wanted.to(plain["0.weight"].dtype))
+
+
+def test_convert_writes_rotations_into_the_config(tmp_path):
+    model = layer(InputTransform(hadamard=32))
+    checkpoints.save(model, tmp_path / "ours", "qtensor")
+    checkpoints.save(model, tmp_path / "saved", CT)
+    checkpoints.convert(tmp_path / "ours", tmp_path / "converted", CT)
+    for name in ("model.safetensors", "config.json"):
+        saved, made = ((tmp_path / n / name).read_bytes() for n in ("saved", "converted"))
+        assert made == saved
+    with pytest.raises(checkpoints.CheckpointError, match="rotates its inputs needs a layout"):
+        checkpoints.convert(tmp_path / "ours", tmp_path / "modelopt", MODELOPT)
+    model[0].weight = nn.Parameter(model[0].weight.dequantize())
+    with pytest.raises(checkpoints.CheckpointError, match="describes quantized weights"):
+        checkpoints.save(model, tmp_path / "plain", CT)
+
+
+def test_rotated_files_are_inspected(tmp_path):
+    changed(tmp_path)
+    assert checkpoints.verify(tmp_path).ok
+    assert [kind.kind for kind in checkpoints.inspect(tmp_path).kinds] == ["nvfp4"]
+    assert not checkpoints.calibration(tmp_path).inputs
+    changed(tmp_path, location="k_cache")
+    (problem,) = checkpoints.verify(tmp_path).problems
+    assert "at k_cache" in problem.text
 
 
 def changed(tmp_path, **change):

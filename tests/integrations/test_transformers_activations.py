@@ -92,6 +92,55 @@ print(layer.quantization_scheme.input_activations.dynamic, layer.{last}.item().h
     assert dynamic == ("local" if fmt == "nvfp4" else "False")
 
 
+def rotated(name, folder):
+    """Write a model that rotate_ changed, in the layout of compressed-tensors."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16)
+    model.eval().requires_grad_(False)
+    qtensor.rotate_(model, [IDS], size=32)
+    qtensor.quantize_(model, "nvfp4", keep)
+    model.hf_quantizer.quantization_config.layout = "compressed-tensors"
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_a_rotated_model_is_saved_with_its_rotations(tmp_path, name):
+    """The residual of the first is rotated too; a tied head keeps that of the second."""
+    model = rotated(name, tmp_path)
+    assert checkpoints.verify(tmp_path).ok
+    again = load(tmp_path, config=integration.pretrained_config(tmp_path))
+    online = [n for n, m in again.named_modules() if isinstance(m, InputTransform)]
+    assert online == [n for n, m in model.named_modules() if isinstance(m, InputTransform)]
+    assert online
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.nightly(reason="starts another Python, which imports compressed-tensors")
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_the_library_compressed_tensors_runs_a_rotated_model(tmp_path, name):
+    """Its own transforms of inputs, and its decoded weights, give the logits of our decoding."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors (extra origins)")
+    rotated(name, tmp_path)
+    script = f"""
+import json, torch, transformers
+from compressed_tensors.transform import TransformConfig, apply_transform_config
+folder = {str(tmp_path)!r}
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+found = json.load(open(folder + "/config.json"))["quantization_config"]["transform_config"]
+for group in found["config_groups"].values():  # the weights of the file are rotated already
+    group["apply"] = [place for place in group["apply"] if place["location"] == "input"]
+apply_transform_config(model, TransformConfig(**found))
+torch.save(model(torch.tensor({IDS.tolist()})).logits.detach(), folder + "/logits.pt")
+"""
+    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, env=os.environ)
+    plain = transformers.AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16)
+    state = checkpoints.load_state_dict(tmp_path, rounding="origin", accept_rotated=True)
+    plain.load_state_dict(state, strict=name == "llama")
+    checkpoints.apply_transforms(tmp_path, plain)
+    assert torch.equal(plain.eval()(IDS).logits, torch.load(tmp_path / "logits.pt"))
+
+
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "qtensor"])
 def test_scaled_and_rotated_inputs_are_applied_while_loading(tmp_path, layout):
     """Files of AWQ and with online rotations: the logits of the model that wrote them."""

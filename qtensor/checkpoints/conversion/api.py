@@ -26,6 +26,7 @@ from qtensor.checkpoints.conversion.work_folder import (
     source_identity,
 )
 from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.input_transforms import ROTATED
 from qtensor.checkpoints.layout_base import Writer
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.saving import (
@@ -102,6 +103,7 @@ def dequantize(
 
     Returns:
         What became of each tensor; factors of activations and of the KV cache are not carried.
+        Weights for inputs that are scaled or rotated become those for plain inputs.
 
     Raises:
         CheckpointError: as in ``convert``.
@@ -121,7 +123,8 @@ def _run(request: Request) -> ConversionReport:
     size = None if single or writer_class.suffix != ".safetensors" else request.shard_size
     if request.overwrite and os.path.lexists(request.dst) and not single:
         check_replaceable(request.dst)
-    with open_with_factors(request.src, request.source_layout) as checkpoint:
+    undone = {} if request.dtype is None else {ROTATED: True}
+    with open_with_factors(request.src, request.source_layout, **undone) as checkpoint:
         config = without_quantization(checkpoint.config)
         writer = writer_class(config)
         writer.follow(checkpoint.source, checkpoint.layout)

@@ -59,11 +59,11 @@ def carry(
     """Return how a plain tensor is carried: most as they are, factors as the target needs them."""
     if not checkpoint.groups or not _is_factor(checkpoint, name):
         return Carried(name)
-    if request.dtype is not None and name.rpartition(".")[2] != PRE_SCALE:
-        return NotCarried("a factor of activations or of the KV cache, which plain models lack")
     last = name.rpartition(".")[2]
     if last in (PRE_SCALE, ROTATION):
         return _transform(checkpoint, request, writer, name)
+    if request.dtype is not None:
+        return NotCarried("a factor of activations or of the KV cache, which plain models lack")
     problem = factor_problem(checkpoint, name)
     if problem and not (checkpoint.layout == writer.layout or writer.keeps_names):
         return NotCarried(f"{problem}; calibrate the module again")
@@ -88,13 +88,12 @@ def _transform(
 ) -> Carried | NotCarried:
     """Return how a tensor is carried without which the weight of its layer is wrong."""
     scales = name.endswith(PRE_SCALE)
-    if request.dtype is not None and scales:
+    if request.dtype is not None:
         return NotCarried("it is multiplied into the columns of the decoded weight")
     if not (writer.takes_scales if scales else writer.takes_rotations):
         what = "scales" if scales else "rotates"
         rule = f"a weight whose layer {what} its inputs needs a layout that stores this"
-        fix = "Write layout 'qtensor'"
-        fix += ", or dequantize, which multiplies the weight by the scales" if scales else ""
+        fix = "Write layout 'qtensor', or dequantize, which undoes it in the weight"
         refuse(Place(checkpoint.path, name, writer.layout), rule, f"layout {writer.layout}", fix)
     return Carried(name)
 

@@ -173,6 +173,9 @@ class _Tensor:
         quantized_source = bool(self.checkpoint.groups)
         if self._fits(tensor) and self.request.chosen(self.name, True, quantized_source):
             return self._quantized(QUANTIZED, tuple(tensor.shape), tensor.dtype)
+        if self.request.dtype is not None and self._is_transformed():
+            stored = self.writer.plain(self.name, tensor)
+            return self._step(DECODED, _word(tensor.dtype), _word(tensor.dtype), tensor, stored)
         found = carry(self.checkpoint, self.request, self.writer, self.name)
         if isinstance(found, NotCarried):
             return found
@@ -182,6 +185,11 @@ class _Tensor:
         action = RECIPROCAL if found.reciprocal else PLAIN
         step, specs = self._step(action, word, _word(made.dtype), made, stored)
         return dataclasses.replace(step, name=found.name), specs
+
+    def _is_transformed(self) -> bool:
+        """Return True for a plain weight whose layer scales or rotates its inputs."""
+        module = self.name.removesuffix(".weight")
+        return module != self.name and module in self.checkpoint.input_transforms
 
     def _fits(self, tensor: Tensor) -> bool:
         """Return True for weights: matrices, and stacked ones that ``include`` names."""

@@ -37,7 +37,6 @@ from qtensor.checkpoints.conversion.rows import (
 )
 from qtensor.checkpoints.conversion.work_folder import WorkFolder, digest
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
-from qtensor.checkpoints.input_transforms import pre_scaled
 from qtensor.checkpoints.layout_base import Writer
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.quantizers import Quantizer
@@ -62,6 +61,8 @@ class Stream:
         self._workers = Workers(request.jobs)
         self._arena = Arena()
         self._pending: tuple[Future[None], str] | None = None
+        decodes = request.dtype is not None
+        self._transforms = checkpoint.input_transforms if decodes else {}
         self._began = time.monotonic()
         self._done = self._worked = self._total = 0
 
@@ -174,13 +175,12 @@ class Stream:
             place = Place(self.checkpoint.path, step.source, self.checkpoint.layout)
             refuse(place, rule, list(values.shape), "Report it: the layout decodes in two shapes")
         cols = rows_cols(values.shape)[1]
-        name = pre_scaled(self.checkpoint.source).get(step.source.removesuffix(".weight"))
-        scale = None if name is None else self.checkpoint[name].float()
+        transform = self._transforms.get(step.source.removesuffix(".weight"))
 
         def one(start: int, stop: int) -> None:
             part = values.read(start, stop)
-            if scale is not None:  # The weight is for inputs that were multiplied by it.
-                part = (part.float() * scale).to(part.dtype)
+            if transform is not None:  # The weight is for inputs that were transformed.
+                part = transform.into_weight(part.float()).to(part.dtype)
             file.write_part(step.name, start * cols, part)
 
         self._workers.map(one, values.bounds)

@@ -114,7 +114,7 @@ def inspect(path: Path, layout: str | None = None) -> Summary:
     Raises:
         CheckpointError: the checkpoint is not sound, or its layout is not read.
     """
-    with open_checkpoint(path, layout) as checkpoint:
+    with open_checkpoint(path, layout, accept_rotated=True) as checkpoint:
         rows = checkpoint.table().rows
         counts: dict[tuple[str, str], list[int]] = {}
         for row in rows:

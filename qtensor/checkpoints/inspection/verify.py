@@ -100,7 +100,7 @@ def verify(path: Path, layout: str | None = None) -> Verification:
         CheckpointError: the caller is in a mode without data, such as ``FakeTensorMode``.
     """
     try:
-        checkpoint = open_checkpoint(path, layout)
+        checkpoint = open_checkpoint(path, layout, accept_rotated=True)
     except CheckpointError as error:
         problem = Problem(ERROR, error.tensor, os.path.basename(error.file), str(error))
         return Verification(str(path), error.layout, 0, 0, (problem,))
@@ -114,6 +114,10 @@ def verify(path: Path, layout: str | None = None) -> Verification:
                 file = os.path.basename(error.file)
                 problems.append(Problem(ERROR, name, file, str(error)))
             checkpoint.release(name)
+        try:
+            _ = checkpoint.input_transforms
+        except CheckpointError as error:
+            problems.append(Problem(ERROR, error.tensor, os.path.basename(error.file), str(error)))
         for name in checkpoint.unlisted:
             text = "lies in a shard and not in the index"
             problems.append(Problem(WARNING, name, "", text))

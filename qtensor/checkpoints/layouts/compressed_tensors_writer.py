@@ -11,6 +11,7 @@ from torch import Tensor
 from qtensor.api import quantizer_of
 from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.ignoring import REGEX
+from qtensor.checkpoints.input_transforms import ROTATION
 from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Writer
 from qtensor.checkpoints.nvfp4_factor import divisor_of
 from qtensor.quantizers import MXFP6Quantizer, NVFP4Quantizer
@@ -44,6 +45,8 @@ class CompressedTensorsWriter(Writer):
         super().__init__(config)
         self._weights: dict[str, str] = {}
         """Module -> key of ``_WEIGHTS``."""
+        self._rotated: dict[str, int] = {}
+        """Module -> size of the blocks of its inputs that are rotated."""
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return weight, weight_scale and so on of the module that ``name`` belongs to."""
@@ -88,9 +91,25 @@ class CompressedTensorsWriter(Writer):
             self.refuse(name, "FP6 codes are packed", canonical, "Quantize with packed=True")
         return _KINDS[kind]
 
+    def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the stored tensors of a plain tensor; rotations of inputs go into the config."""
+        module, _, last = name.rpartition(".")
+        if last == ROTATION:
+            self._rotated[module] = int(tensor)
+            return {}
+        return super().plain(name, tensor)
+
     def config(self) -> dict[str, Any]:
-        """Return the config with ``quantization_config``."""
+        """Return the config with ``quantization_config``.
+
+        Raises:
+            CheckpointError: inputs are rotated, and no weight is quantized: the loader reads the
+                rotations only beside quantized weights.
+        """
         if not self._weights:
+            if self._rotated:
+                rule = "a config with rotations describes quantized weights"
+                self.refuse(next(iter(self._rotated)), rule, "plain weights alone")
             return self.model_config
         kinds = list(dict.fromkeys(self._weights.values()))
         groups = {}
@@ -113,15 +132,15 @@ class CompressedTensorsWriter(Writer):
             "quantization_status": "compressed",
             "version": "0.20.0",
         }
-        if self.rotated:
+        if self._rotated:
             entry["transform_config"] = {"config_groups": self._rotations()}
         return {**self.model_config, "quantization_config": entry}
 
     def _rotations(self) -> dict[str, Any]:
         """Return the groups of ``transform_config``: inputs are rotated, and weights were."""
         groups = {}
-        for size in sorted(set(self.rotated.values())):
-            targets = [module for module, its in self.rotated.items() if its == size]
+        for size in sorted(set(self._rotated.values())):
+            targets = [module for module, its in self._rotated.items() if its == size]
             places = (("input", False), ("weight_input", True))
             groups[f"hadamard_{size}"] = {
                 "type": "hadamard",
