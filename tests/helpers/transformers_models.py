@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from qtensor import QuantizedTensor
+
 transformers = pytest.importorskip(
     "transformers", reason="transformers (extra transformers) is not installed"
 )
@@ -81,3 +83,49 @@ def load(folder, *args, **kwargs):
 @torch.no_grad()
 def logits(model):
     return model(IDS).logits
+
+
+def frozen(model):
+    """Return the values of the quantized parameters of a model by name."""
+    from qtensor.integrations.experts import ExpertWeights  # noqa: PLC0415 - needs transformers
+
+    return {
+        name: parameter.dequantize().clone()
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, (QuantizedTensor, ExpertWeights))
+    }
+
+
+def need(name):
+    """Import a module, or skip the test."""
+    return pytest.importorskip(name, reason=f"{name} is not installed; pip install {name}")
+
+
+class Texts(torch.utils.data.Dataset):
+    """Eight random texts, which are their own labels."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        tokens = torch.randint(3, 64, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(model, folder, steps, **options):
+    """Return a ``Trainer`` with the optimizer that it takes by default, fused AdamW."""
+    need("accelerate")
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        save_steps=2,
+        logging_steps=1,
+        disable_tqdm=True,
+        **options,
+    )
+    assert "fused" in arguments.optim
+    return transformers.Trainer(model, arguments, train_dataset=Texts())

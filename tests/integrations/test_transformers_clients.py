@@ -3,19 +3,14 @@
 import pytest
 import safetensors.torch
 import torch
-from transformers_models import config, dense, load, logits, transformers
+from transformers_models import config, dense, frozen, load, logits, need, trainer, transformers
 
 import qtensor
-from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.offload import _placed, disk_offload, dispatch_model
 from qtensor.integrations.transformers import QTensorConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 KINDS = [("llama-tied", "nvfp4"), ("qwen3-moe", "nvfp4"), ("gpt-oss", "mxfp8")]
-
-
-def need(name):
-    return pytest.importorskip(name, reason=f"{name} is not installed; pip install {name}")
 
 
 @pytest.fixture
@@ -31,46 +26,10 @@ def make(tmp_path):
     return model
 
 
-def frozen(model):
-    return {
-        name: parameter.dequantize().clone()
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, (qtensor.QuantizedTensor, ExpertWeights))
-    }
-
-
 def assert_frozen(model, before):
     after = frozen(model)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-class Texts(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        tokens = torch.randint(3, 64, (10,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def train(model, folder, steps, **options):
-    """Train with the optimizer that Trainer takes by default, fused AdamW."""
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        use_cpu=True,
-        report_to=[],
-        save_steps=2,
-        logging_steps=1,
-        disable_tqdm=True,
-        **options,
-    )
-    assert "fused" in arguments.optim
-    trainer = transformers.Trainer(model, arguments, train_dataset=Texts())
-    return trainer
 
 
 @pytest.mark.parametrize(("name", "fmt"), KINDS)
@@ -78,11 +37,11 @@ def test_trainer_trains_what_is_not_quantized(name, fmt, make, tmp_path):
     need("accelerate")
     model = make(name, fmt)
     before, embeddings = frozen(model), model.model.embed_tokens.weight.detach().clone()
-    train(model, tmp_path / "run", 2).train()
+    trainer(model, tmp_path / "run", 2).train()
     assert_frozen(model, before)
     assert not torch.equal(model.model.embed_tokens.weight, embeddings)
     # The checkpoint of Trainer is one of ours: a new process resumes from it.
-    resumed = train(make(name, fmt), tmp_path / "run", 4)
+    resumed = trainer(make(name, fmt), tmp_path / "run", 4)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
     assert_frozen(resumed.model, before)
@@ -96,8 +55,8 @@ def test_trainer_with_lora(name, fmt, checkpointing, make, tmp_path):
     model = make(name, fmt)
     before = frozen(model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
-    trainer = train(adapted, tmp_path / "run", 3, gradient_checkpointing=checkpointing)
-    trainer.train()
+    run = trainer(adapted, tmp_path / "run", 3, gradient_checkpointing=checkpointing)
+    run.train()
     after = list(frozen(adapted).values())  # PEFT renames them; the order stays
     assert len(after) == len(before)
     assert all(map(torch.equal, after, before.values()))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers_models import config, load, transformers
+from transformers_models import config, load, trainer, transformers
 
 import qtensor
 from qtensor.integrations.transformers import QTensorConfig, pretrained_config, weights
@@ -13,30 +13,6 @@ from qtensor.weights.calibrated import CalibratedInput
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 IDS = torch.arange(40).view(2, 20) % 60 + 1
-
-
-class Texts(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        tokens = torch.randint(3, 64, (12,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def trainer(model, folder, steps):
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        use_cpu=True,
-        report_to=[],
-        save_steps=2,
-        disable_tqdm=True,
-    )
-    return transformers.Trainer(model, arguments, train_dataset=Texts())
 
 
 def make(name="llama", dtype=torch.float32):
