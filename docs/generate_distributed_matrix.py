@@ -82,6 +82,7 @@ def render(outcomes: Outcomes) -> str:
         "- **error**: every rank raises a `QTensorError`. The number stands for its text, below.",
         "- **fail**: another value, another exception, or a rank that waits for ever.",
         "",
+        f"The formats are {', '.join(table.FORMATS)}; the recipes {', '.join(table.RECIPES)}. "
         "Tensors have 256 x 256 values and both usages. Training means two steps of AdamW on two "
         "layers. Under `aot_eager`, the block (or the call) is compiled. Features without "
         "`aot_eager` have nothing to compile, because torch runs these calls between its "
@@ -98,9 +99,9 @@ def render(outcomes: Outcomes) -> str:
 
 
 def _section(rows: Sequence[table.Feature], outcomes: Outcomes, reasons: list[str]) -> list[str]:
-    """Return a list of the features that pass in every column, and a table of the others."""
+    """Return lists of the features that behave alike in every column, and a table of the others."""
     columns = rows[0].columns
-    passed: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}
     others: list[str] = []
     for row in rows:
         modes_of: dict[str, list[str]] = {}  # modes with equal outcomes share a line
@@ -108,18 +109,27 @@ def _section(rows: Sequence[table.Feature], outcomes: Outcomes, reasons: list[st
             words = " | ".join(_word(outcomes[row.name][mode][c], reasons) for c in columns)
             modes_of.setdefault(words, []).append(mode)
         for words, modes in modes_of.items():
-            if set(words.split(" | ")) == {"pass"}:
-                passed.setdefault(" and ".join(modes), []).append(row.name)
+            word, *more = set(words.split(" | "))
+            if word == "pass" and not more:
+                alike.setdefault(f"Pass in mode {' and '.join(modes)}", []).append(row.name)
+            elif word.startswith("error") and not more:
+                names = alike.setdefault(f"Error in mode {' and '.join(modes)}", [])
+                names.append(f"{row.name}: {word}")
             else:
                 others.append(f"| {row.name} | {', '.join(modes)} | {words} |")
     lines: list[str] = []
-    for modes, names in passed.items():
-        lines += [f"Pass in mode {modes} with {', '.join(columns)}:", ""]
-        lines += [*(f"- {name}" for name in names), ""]
+    for outcome, names in alike.items():
+        lines += [f"{outcome} with {_every(columns)}:", "", *(f"- {name}" for name in names), ""]
     if others:
         lines += [f"| feature | mode | {' | '.join(columns)} |"]
         lines += [f"|---|---|{'---|' * len(columns)}", *others, ""]
     return lines
+
+
+def _every(columns: tuple[str, ...]) -> str:
+    """Return the columns in words."""
+    words = {table.FORMATS: "every format", tuple(table.RECIPES): "every recipe"}
+    return words.get(columns, ", ".join(columns))
 
 
 def _escape(text: str) -> str:

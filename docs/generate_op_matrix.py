@@ -285,7 +285,7 @@ def render(default: dict[str, Any], others: dict[str, Any]) -> str:
     for op_class in (CLASSES[0], BOUNDS, *CLASSES[1:]):
         lines += [f"## {op_class.title}", "", op_class.meaning, ""]
         ops = default[op_class.title]
-        lines += _table(ops, formats) if op_class.name == "exact" else _list(ops, op_class.name)
+        lines += _table(ops, formats) if op_class is BOUNDS else _list(ops, op_class.name)
     lines += ["## With other usages", "", *_differences(default, others), ""]
     lines += ["## Count", "", *_count(default), ""]
     return "\n".join(lines)

@@ -159,7 +159,8 @@ def test_a_rank_that_waits_in_vain_is_a_failure(tmp_path: Path, monkeypatch: Any
 
 
 def test_the_sections_are_rendered(monkeypatch: Any) -> None:
-    features = [table.Feature(name, lambda cell: None, ("a", "b")) for name in ("`call`", "`same`")]
+    names = ("`call`", "`same`", "`none`")
+    features = [table.Feature(name, lambda cell: None, ("a", "b")) for name in names]
     monkeypatch.setattr(table, "SECTIONS", {"Part": features})
     passed = {"a": ("pass", ""), "b": ("pass", "")}
     outcomes: Any = {
@@ -168,14 +169,16 @@ def test_the_sections_are_rendered(monkeypatch: Any) -> None:
             "aot_eager": {"a": ("fail", "boom"), "b": ("error", "no `x`")},
         },
         "`same`": {"eager": passed, "aot_eager": passed},
+        "`none`": {m: dict.fromkeys("ab", ("error", "no `x`")) for m in ("eager", "aot_eager")},
     }
     text = script.render(outcomes)
     assert (
         "| `call` | eager | pass | error 1 |\n| `call` | aot_eager | **fail** 2 | error 1 |" in text
     )
     assert "Pass in mode eager and aot_eager with a, b:\n\n- `same`\n" in text
+    assert "Error in mode eager and aot_eager with a, b:\n\n- `none`: error 1\n" in text
     assert "1. `no 'x'`\n2. `boom`" in text
-    assert "| Part | 5 | 2 | 1 |" in text
+    assert "| Part | 5 | 6 | 1 |" in text
     assert json.loads(script.as_json(outcomes))["`call`"]["eager"]["b"] == "error: no `x`"
 
 
