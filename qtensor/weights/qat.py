@@ -16,6 +16,7 @@ from qtensor.quantizers import Quantizer
 from qtensor.weights.aware import QuantizationAware, become_aware, become_unaware
 from qtensor.weights.calibrated import CalibratedInput, Calibration
 from qtensor.weights.layers import Filter, named_layers
+from qtensor.weights.plain_reads import unwatch, watch
 from qtensor.weights.quantize import as_quantizer, chosen_layers, quantize_, report_of
 from qtensor.weights.rounding import Layer
 
@@ -39,6 +40,9 @@ def prepare_qat_(
 
     With ``activations``, layers also quantize their inputs, as after ``Calibration.apply``. The
     factors come from each input, or from a calibration, and then training does not change them.
+
+    Other code that multiplies by the weight of such a layer sees the plain parameter. The first
+    forward pass of the model with gradients, in eager code, warns of it.
 
     Args:
         model: the root. It is changed in place. Prepare it before ``fully_shard``.
@@ -74,6 +78,7 @@ def prepare_qat_(
                 known = before.get(module, _Weights({}, each.target.transposed))
                 new = dict.fromkeys(each.target.parameters, each.quantizer)
                 before[module] = known._replace(quantizers={**known.quantizers, **new})
+    watch(model)
     swapped = []
     for each in wanted:
         note = each.quantizer.canonical + notes.get(each.name, "") + each.target.note
@@ -165,5 +170,6 @@ def convert_qat_(model: nn.Module) -> Conversion:
             )
             fail(CONVERT, rule, "a sharded model", fix)
         done = quantize_(model, formats, lambda module, name: name in names)
+        unwatch(model)
         prepared.clear()
     return done

@@ -277,6 +277,39 @@ def test_calibrated_factors_stay_in_training(fmt, tmp_path):
     assert torch.equal(again(rand(4, 8, 64)), wanted)
 
 
+class MultipliesItself(Net):
+    """A model that multiplies by the weight of a layer, without calling the layer."""
+
+    def forward(self, x):
+        y = torch.relu(self.up(x)).to(self.down.weight.dtype)
+        if x.isnan().any():
+            raise ValueError("NaN")
+        return self.head(x + torch.nn.functional.linear(y, weight=self.down.weight))
+
+
+def test_code_that_computes_with_the_plain_weight():
+    """The first forward pass with gradients warns, once, and leaves no hook or mode."""
+    model, x = MultipliesItself(), rand(4, 64)
+    qtensor.prepare_qat_(model, "nvfp4", lambda m, name: name != "head")
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(ValueError, match="NaN"):
+        model(x * torch.nan)
+    copied = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"computes with the plain down\.weight\. After") as found:
+        model(x)
+    assert len(found) == 1
+    model(x).sum().backward()
+    assert not (model._forward_hooks or model._forward_pre_hooks or "_qat_watch" in vars(model))
+    with pytest.warns(UserWarning, match="the plain down"):
+        copied(x)
+    for call in (lambda net: net(x), qtensor.convert_qat_):
+        other = prepared()
+        assert other._forward_hooks
+        call(other)
+        assert not (other._forward_hooks or other._forward_pre_hooks)
+
+
 def test_layers_with_one_weight():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model[2].weight = model[0].weight
