@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
     options = parser("outliers", __doc__, PARTS).parse_args(arguments)
     settings = settings_of(options)
-    sizes = (64, 16, 32, 32) if options.quick else (128, 64, 128, 256)
+    sizes = (64, 16, 32, 32) if options.quick else (128, 64, 64, 64)
     windows, batches, seen, unseen = sizes
     rows = Rows(options.rows)
     gpt = language_model(options.model, options.quick, windows, batches)

@@ -124,6 +124,13 @@ def module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return (model.get_submodule(path) if path else model), key
 
 
+def plain_tied_modules(model: Any) -> list[str]:
+    """Return the names of modules whose plain weight is stored under the name of another module."""
+    pairs = model.all_tied_weights_keys.items()
+    plain = [name for name, source in pairs if not _is_quantized(model.get_parameter(source))]
+    return [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Return True if the experts of a module are (E, K, N): a product reads ``x @ weight[e]``."""
     # The experts of Llama 4 are not made by the decorator that sets the attribute.

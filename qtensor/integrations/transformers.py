@@ -52,6 +52,7 @@ from qtensor.integrations.loading import (
     Reader,
     is_transposed,
     module_of,
+    plain_tied_modules,
     transforms,
 )
 from qtensor.integrations.methods import take_methods
@@ -241,7 +242,7 @@ class QTensorQuantizer(HfQuantizer):
         layout = self.quantization_config.layout
         writer = writable(layout, "")(_plain_config(model))
         # Their loaders would look for the codes of these modules, which files do not hold.
-        writer.ignored_before = _plain_tied_modules(model)
+        writer.ignored_before = plain_tied_modules(model)
         calibration = Calibration.of(model)
         state = with_transforms(weights(model), writer)
         state = with_calibration(state, writer, calibration)
@@ -267,13 +268,6 @@ class QTensorQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         """Return True: ``save_pretrained`` writes ``QTensorConfig.layout``."""
         return True
-
-
-def _plain_tied_modules(model: PreTrainedModel) -> list[str]:
-    """Return the names of modules whose plain weight is stored under the name of another module."""
-    pairs = model.all_tied_weights_keys.items()
-    plain = [name for name, source in pairs if not _quantized(model.get_parameter(source))]
-    return [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
 
 
 def _quantize_inputs(model: PreTrainedModel, calibration: Calibration) -> None:

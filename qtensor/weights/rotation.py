@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from qtensor.weights.layers import Filter, WeightLayer, is_experts, weight_layer
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.metrics import as_batches, call, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
+from qtensor.weights.pairs import kind_of, layer_pairs
 
 OP = "rotate_"
 LEAST = 16
@@ -41,6 +43,9 @@ def rotate_(
     - *residual*: the sum that blocks add their outputs to, and that layers read through RMSNorms.
       The norms' weights and the rotation are folded into the embeddings and layers around it, which
       costs nothing at run time.
+    - *values*: the values of attention, which a layer makes and another one reads after the
+      attention. The rotation of each head is folded into both layers. Such a pair is found by
+      trying the rotation, which must not change the outputs.
     - *inputs*: each other ``nn.Linear`` gets an ``InputTransform``, which rotates its inputs at
       each call.
 
@@ -66,27 +71,27 @@ def rotate_(
     layers, skipped = weight_layers(OP, model, filter_fn, plain=True)
     batches = as_batches(OP, "calibration", calibration)
     swapped: list[LayerReport] = []
-    with evaluating(model), torch.no_grad(), same_random_numbers(model):
+    # The last line takes back what is undone otherwise, after each error.
+    with evaluating(model), torch.no_grad(), same_random_numbers(model), ExitStack() as undo:
 
-        def outputs() -> list[Tensor]:
-            return [call(OP, f"calibration[{i}]", model, b) for i, b in enumerate(batches)]
+        def outputs(some: Sequence[Any] = batches) -> list[Tensor]:
+            return [call(OP, f"calibration[{i}]", model, b) for i, b in enumerate(some)]
 
         want = comparable(OP, outputs())
-        plan, why = Residual.of(model, batches[0]) if residual else (None, "residual=False")
-        done: set[int] = set()
-        before = [] if plan is None else plan.values()
-        if plan is not None:
-            plan.rotate()
-            if (moved := moved_by(outputs(), want)) is None:
-                done = {id(p) for p in plan.readers.values()}
-                note = f"reads the residual, rotated in groups of {plan.size}"
-                swapped += [LayerReport(n, shape_of(p), note) for n, p in plan.readers.items()]
-            else:
-                plan.restore(before)
-                why = f"its outputs would move by {moved:.1e}: the residual has other readers"
-        if not done and residual:
-            skipped.append(LayerReport("(residual)", "", f"not rotated: {why}"))
-        online = {}
+        done: dict[int, LayerReport] = {}
+        if residual:
+            done, why = _rotate_residual(model, batches[0], lambda: moved_by(outputs(), want), undo)
+            if why:
+                skipped.append(LayerReport("(residual)", "", f"not rotated: {why}"))
+        swapped += done.values()
+        pairs = find_pairs(layers, done, size, lambda: moved_by(outputs(batches[:1]), want[:1]))
+        for pair in pairs:
+            undo.callback(pair.restore)
+            pair.rotate()
+            note = f"reads {pair.first}, rotated with it in groups of {pair.size}"
+            report = LayerReport(pair.second, shape_of(pair.reader.weight), note)
+            done[id(pair.reader.weight)] = report
+            swapped.append(report)
         for name, layer in layers.items():
             group = min(size, power_of_two_in(layer.stored[0].shape[-1]))
             if id(layer.stored[0]) in done:
@@ -94,22 +99,41 @@ def rotate_(
             if reason := _obstacle(layer, group):
                 skipped.append(LayerReport(name or "(root)", layer.features, reason))
                 continue
-            online[name] = group
+            undo.callback(_rotate_online, layer, group, undo=True)
             _rotate_online(layer, group)
             note = f"its inputs are rotated in groups of {group} at each call"
             swapped.append(LayerReport(name or "(root)", layer.features, note))
         reasons = "; ".join(f"{report.name}: {report.note}" for report in skipped[-3:])
         check(bool(swapped), OP, "a layer must allow a rotation", reasons, "Check filter_fn")
         if (moved := moved_by(outputs(), want)) is not None:
-            for name, group in online.items():
-                _rotate_online(layers[name], group, undo=True)
-            if plan is not None and done:
-                plan.restore(before)
             rule = "a rotated model computes what it computed before"
             got = f"outputs that moved by {moved:.1e} of the largest"
             fix = "Use float32, and leave out layers whose weights other code reads"
             fail(OP, rule, got, fix)
+        undo.pop_all()
     return Conversion("rotate_", tuple(swapped), tuple(skipped), ())
+
+
+def _rotate_residual(
+    model: nn.Module, batch: Any, moved: Callable[[], float | None], undo: ExitStack
+) -> tuple[dict[int, LayerReport], str]:
+    """Rotate the residual if that changes no output.
+
+    Returns:
+        A report of each layer that reads it, by the id of its weight, and the reason if there is
+        none.
+    """
+    plan, why = Residual.of(model, batch)
+    if plan is None:
+        return {}, why
+    before = plan.values()
+    plan.rotate()
+    if (by := moved()) is not None:
+        plan.restore(before)
+        return {}, f"its outputs would move by {by:.1e}: the residual has other readers"
+    undo.callback(plan.restore, before)
+    note = f"reads the residual, rotated in groups of {plan.size}"
+    return {id(p): LayerReport(n, shape_of(p), note) for n, p in plan.readers.items()}, ""
 
 
 def shape_of(weight: Tensor) -> str:
@@ -175,6 +199,94 @@ def _rotate_online(layer: WeightLayer, size: int, undo: bool = False) -> None:
     weight.copy_(rotated(weight.double(), size))
     step = None if undo else InputTransform(hadamard=size, device=weight.device)
     set_input_step(module, TRANSFORM, step)
+
+
+class Pair:
+    """Two layers; channels of the first one's output are those of the second one's input.
+
+    Attributes:
+        first: name of the layer ``source``.
+        second: name of the layer ``reader``.
+        size: channels of a rotated group.
+    """
+
+    def __init__(self, first: str, second: str, source: nn.Linear, reader: nn.Linear) -> None:
+        self.first, self.second, self.source, self.reader = first, second, source, reader
+        self.size = LEAST
+        changed = (source.weight, source.bias, reader.weight)
+        self._changed = [p for p in changed if p is not None]
+        self._before = [p.detach().clone() for p in self._changed]
+
+    def rotate(self) -> None:
+        """Rotate the groups of channels in both layers."""
+        _rotate_dim(self.source.weight, -2, self.size)
+        _rotate_dim(self.reader.weight, -1, self.size)
+        if self.source.bias is not None:
+            _rotate_dim(self.source.bias, -1, self.size)
+
+    def restore(self) -> None:
+        """Put back the weights of before."""
+        for parameter, values in zip(self._changed, self._before, strict=True):
+            parameter.copy_(values)
+
+
+def find_pairs(
+    layers: Mapping[str, WeightLayer],
+    done: Collection[int],
+    largest: int,
+    moved: Callable[[], float | None],
+) -> list[Pair]:
+    """Return pairs of layers between which a rotation changes nothing, not rotated.
+
+    Pairs of one kind (the same names in each block) are tried together.
+
+    Args:
+        layers: by name.
+        done: ids of the weights whose inputs are rotated already.
+        largest: the most channels of a group.
+        moved: returns by what share the outputs of the model moved, or None if that is rounding.
+    """
+    kinds: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for first, second in layer_pairs(layers):
+        layer = layers[second]
+        width = power_of_two_in(layers[first].modules[0].out_features)
+        if id(layer.stored[0]) not in done and not _obstacle(layer, width):
+            kinds.setdefault(kind_of(first, second), []).append((first, second))
+    found: list[Pair] = []
+    taken: set[str] = set()
+    for names in kinds.values():
+        if any(second in taken for _, second in names):
+            continue
+        kind = [Pair(a, b, layers[a].modules[0], layers[b].modules[0]) for a, b in names]
+        if not _fits(kind, LEAST, moved):
+            continue
+        # A group of 16 lies in a head; larger ones may not.
+        sizes = [min(largest, power_of_two_in(pair.source.out_features)) for pair in kind]
+        size = min(sizes)
+        while size > LEAST and not _fits(kind, size, moved):
+            size //= 2
+        for pair in kind:
+            pair.size = size
+        found += kind
+        taken |= {second for _, second in names}
+    return found
+
+
+def _fits(kind: Sequence[Pair], size: int, moved: Callable[[], float | None]) -> bool:
+    """Return whether the model computes the same with rotated pairs; they are put back."""
+    for pair in kind:
+        pair.size = size
+        pair.rotate()
+    same = moved() is None
+    for pair in kind:
+        pair.restore()
+    return same
+
+
+def _rotate_dim(parameter: Tensor, dim: int, size: int) -> None:
+    """Rotate the groups of channels along a dim of a parameter, in place."""
+    channels_last = parameter.double().movedim(dim, -1)
+    parameter.copy_(rotated(channels_last, size).movedim(-1, dim))
 
 
 class Residual:
@@ -249,5 +361,4 @@ class Residual:
                 weight.copy_(rotated(weight.double() * norm.scale, self.size))
             norm.set_scale(torch.ones_like(norm.scale))
         for weight, dim in self.writers:
-            channels_last = weight.double().movedim(dim, -1)
-            weight.copy_(rotated(channels_last, self.size).movedim(-1, dim))
+            _rotate_dim(weight, dim, self.size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +19,7 @@ from qtensor.weights.layers import Filter, WeightLayer, weight_layers
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.metrics import as_batches, call, run, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
+from qtensor.weights.pairs import kind_of, layer_pairs
 from qtensor.weights.quantize import as_quantizer
 from qtensor.weights.rotation import comparable, moved_by
 from qtensor.weights.visits import visiting
@@ -153,8 +153,7 @@ def find_folds(model: nn.Module, layers: Mapping[str, WeightLayer], batch: Any) 
     names = {id(layer.stored[0]): name for name, layer in layers.items()}
     kinds: dict[tuple[str, ...], list[Fold]] = {}
     for fold in (*_behind_norms(model, batch, names), *_behind_layers(model, layers)):
-        key = tuple(re.sub(r"\d+", "*", n) for n in (fold.name, *fold.readers))
-        kinds.setdefault(key, []).append(fold)
+        kinds.setdefault(kind_of(fold.name, *fold.readers), []).append(fold)
     found: list[Fold] = []
     taken: set[str] = set()
     generator = torch.Generator().manual_seed(0)
@@ -198,24 +197,16 @@ def _module(name: str, model: nn.Module) -> str:
 
 def _behind_layers(model: nn.Module, layers: Mapping[str, WeightLayer]) -> Iterator[Fold]:
     """Yield pairs of layers of one block: the outputs of the first may be inputs of the second."""
-    blocks: dict[str, list[str]] = {}
-    for name, layer in layers.items():
-        block = re.match(r"(.*\.)?\d+\.", name)
-        if layer.is_plain and block is not None:
-            blocks.setdefault(block[0], []).append(name)
     config: Any = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", 0) or 0
     head = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    for names in blocks.values():
-        modules = {n: cast(nn.Linear, layers[n].modules[0]) for n in names}
-        for first, source in modules.items():
-            for second, reader in modules.items():
-                width, channels = source.out_features, reader.in_features
-                shares = width != channels and head and channels % width == 0 == width % head
-                fits = second != first and TRANSFORM not in reader._modules
-                if fits and (width == channels or shares):
-                    readers = {second: cast(nn.Parameter, reader.weight)}
-                    yield Fold(source, first, readers, width, head if shares else 0)
+    for first, second in layer_pairs(layers):
+        source, reader = (cast(nn.Linear, layers[n].modules[0]) for n in (first, second))
+        width, channels = source.out_features, reader.in_features
+        shares = width != channels and head and width % head == 0
+        if width == channels or shares:
+            readers = {second: cast(nn.Parameter, reader.weight)}
+            yield Fold(source, first, readers, width, head if shares else 0)
 
 
 # ---- scales

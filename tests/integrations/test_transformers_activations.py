@@ -106,7 +106,10 @@ def rotated(name, folder):
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_a_rotated_model_is_saved_with_its_rotations(tmp_path, name):
-    """The residual of the first is rotated too; a tied head keeps that of the second."""
+    """The residual of the first is rotated too; a tied head keeps that of the second.
+
+    Rotations that are folded into weights need no entry in the config.
+    """
     model = rotated(name, tmp_path)
     assert checkpoints.verify(tmp_path).ok
     again = load(tmp_path, config=integration.pretrained_config(tmp_path))

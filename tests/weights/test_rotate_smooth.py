@@ -28,7 +28,7 @@ COMMON = {
     "max_position_embeddings": 32,
     "tie_word_embeddings": False,
 }
-READS, ONLINE = "reads the residual", "its inputs are rotated"
+READS, VALUES, ONLINE = "reads the residual", "rotated with it in groups of", "its inputs are"
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -65,14 +65,17 @@ def notes(report):
 
 
 KINDS = {
-    "Llama": (11, 4, {}),
-    "Qwen3": (11, 4, {}),
-    "Mixtral": (11, 2, EXPERTS),  # the router and both halves of the experts' first product
-    "Gemma": (11, 4, {}),
-    "Bert": (0, 13, {}),  # LayerNorm behind the sum
-    "Gemma3": (0, 15, {"layer_types": ["full_attention"] * 2}),  # norms of what is added, too
+    "Llama": (11, 2, {}),
+    "Qwen3": (11, 2, {}),
+    "Mixtral": (11, 0, EXPERTS),  # the router and both halves of the experts' first product
+    "Gemma": (11, 2, {}),
+    "Bert": (0, 11, {"num_attention_heads": 3}),  # LayerNorm behind the sum
+    "Gemma3": (0, 13, {"layer_types": ["full_attention"] * 2}),  # norms of what is added, too
 }
-"""Layers that read the residual, and layers with an ``InputTransform``."""
+"""Layers that read the residual, and layers with an ``InputTransform``.
+
+Besides, the output projection of each attention reads rotated values, in groups of a head.
+"""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,6 +87,9 @@ def test_a_rotated_model_computes_the_same(kind):
     assert_same_outputs(model, before)
     assert sum(note.startswith(READS) for note in found.values()) == reading
     assert sum(note.startswith(ONLINE) for note in found.values()) == online
+    pairs = [name for name, note in found.items() if VALUES in note]
+    assert len(pairs) == 2
+    assert all(name.endswith(("o_proj", "attention.output.dense")) for name in pairs)
     for name in found:
         parameter = name if name in weights else f"{name}.weight"
         assert not torch.equal(model.state_dict()[parameter], weights[parameter]), name
@@ -144,8 +150,16 @@ def loss(model, fmt, inputs, before):
     [("mxfp4", "rotate_", 0.8), ("mxfp4", "smooth_", 0.8), ("nvfp4", "smooth_", 0.95)],
 )
 def test_less_is_lost(fmt, prepare, limit):
-    """The norms of the model blow up one channel by 12. Blocks of 16 gain nothing by rotations."""
+    """The norms of the model blow up one channel by 12. Blocks of 16 gain nothing by rotations.
+
+    For rotations, inputs of the layers that read no norm have outliers, too.
+    """
     model = make("Llama")
+    if prepare == "rotate_":
+        with torch.no_grad():
+            for block in model.model.layers:
+                block.self_attn.v_proj.weight[3] *= 30
+                block.mlp.up_proj.weight[7] *= 30
     before, batches = output(model), [{"input_ids": IDS}]
     plain = loss(model, fmt, True, before)
     if prepare == "rotate_":
@@ -191,8 +205,25 @@ def test_smooth_after_rotate():
     qtensor.rotate_(model, [{"input_ids": IDS}])
     found = notes(qtensor.smooth_(model, "mxfp4", [{"input_ids": IDS}], inputs="mxfp4", alpha=0.5))
     assert_same_outputs(model, before)
-    assert found
-    assert not any("o_proj" in name or "down_proj" in name for name in found)
+    assert any("o_proj" in name for name in found)  # its rotation is in the weights
+    assert not any("down_proj" in name for name in found)
+
+
+def test_the_group_of_a_rotated_head():
+    """Heads of 48 channels, and twice as many for queries as for values: groups of 16."""
+    model = make("Llama", head_dim=48)
+    before, weights = output(model), copy.deepcopy(model.state_dict())
+    only = lambda layer, name: name.endswith(("v_proj", "o_proj"))  # noqa: E731
+    found = notes(qtensor.rotate_(model, [{"input_ids": IDS}], only, size=64, residual=False))
+    assert_same_outputs(model, before)
+    name = "model.layers.0.self_attn"
+    assert found[f"{name}.o_proj"] == f"reads {name}.v_proj, rotated with it in groups of 16"
+    values = weights[f"{name}.v_proj.weight"].double()
+    wanted = rotated(values.t(), 16).t().float()
+    wanted = rotated(wanted.double(), 32).float()  # its own inputs, at each call
+    assert torch.equal(model.state_dict()[f"{name}.v_proj.weight"], wanted)
+    reader = rotated(weights[f"{name}.o_proj.weight"].double(), 16).float()
+    assert torch.equal(model.state_dict()[f"{name}.o_proj.weight"], reader)
 
 
 def test_roundings_see_rotated_inputs():
