@@ -217,9 +217,6 @@ def _check(change: Change, method: str) -> None:
             rule = "each expert must have factors of its own, because it is rounded alone"
             got = f"blocks of {rows} rows for the {weight.shape[1]} rows of an expert of {name}"
             check(weight.shape[1] % rows == 0, OP, rule, got, 'Use method="nearest"')
-    if method == "gptq" and change.layer.stacked and _is_transposed(change):
-        rule = "the inputs of experts are seen where they are stored as (E, N, K)"
-        fail(OP, rule, f"(E, K, N) in {name}", 'Use method="nearest" or "stochastic"')
 
 
 def _is_transposed(change: Change) -> bool:
@@ -251,9 +248,7 @@ def _with_inputs(
                 (total,) = inputs_of.hessians(model, name, layer, seen, batches, range(1))
             yield changes[name], [total], ""
     for change in changes.values():
-        if change.layer.stacked and _is_transposed(change):
-            yield change, [None] * change.layer.experts, "inputs not seen"
-        elif change.layer.stacked:
+        if change.layer.stacked:
             yield change, *_inputs_of_experts(model, change, batches)
 
 
@@ -277,8 +272,10 @@ def _inputs_of_experts(
 def _in_high_precision(change: Change) -> Iterator[None]:
     """Give a layer the sum of weight and change as a plain weight inside the block."""
     own = change.layer.stored
-    target = _values(change.weight) + change.compute()
-    change.layer.restore([nn.Parameter(target.to(change.weight.dtype), requires_grad=False)])
+    target = (_values(change.weight) + change.compute()).to(change.weight.dtype)
+    if _is_transposed(change):
+        target = target.mT.contiguous()
+    change.layer.restore([nn.Parameter(target, requires_grad=False)])
     change.mark_merged(True)
     try:
         yield

@@ -29,12 +29,12 @@ class _PlainReads(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
-        self._layers = {
-            id(module._parameters[own]): (f"{name}.{own}" if name else own, module)
-            for name, module in model.named_modules()
-            if isinstance(module, QuantizationAware)
-            for own in module.weight_quantizers
-        }
+        self._layers: dict[int, tuple[str, Any]] = {}
+        for name, module in model.named_modules():
+            own = module.weight_quantizers if isinstance(module, QuantizationAware) else ()
+            for each in own:
+                place = f"{name}.{each}" if name else each
+                self._layers[id(module._parameters[each])] = place, module
 
     def __torch_function__(
         self,

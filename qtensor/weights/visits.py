@@ -83,8 +83,14 @@ def _rows(x: Tensor) -> Tensor:
     return torch.atleast_2d(x.detach()).flatten(0, -2).float()
 
 
+_MATRIX_PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+
+
 class _Products(TorchFunctionMode):
-    """Calls ``see`` for each product ``linear(x, weight[expert])`` with stacked weights."""
+    """Calls ``see`` for each product of rows with ``weight[expert]``, of stacked weights.
+
+    That is ``linear(x, weight[expert])`` for (E, N, K) and ``x @ weight[expert]`` for (E, K, N).
+    """
 
     def __init__(self, layers: Mapping[str, WeightLayer], see: See) -> None:
         super().__init__()
@@ -101,7 +107,8 @@ class _Products(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        weight = args[1] if func is F.linear and len(args) > 1 else None
+        multiplies = func is F.linear or func in _MATRIX_PRODUCTS
+        weight = args[1] if multiplies and len(args) > 1 else None
         if type(weight) is Tensor or isinstance(weight, QuantizedTensorStorage):
             self._see_product(args[0], weight)
         return func(*args, **(kwargs or {}))

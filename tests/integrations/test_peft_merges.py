@@ -225,6 +225,7 @@ EXPERTS = [
     ("qwen3-moe", "quantize_", "gptq"),
     ("qwen3-moe", "loaded", "gptq"),
     ("gpt-oss", "loaded", "nearest"),
+    ("gpt-oss", "loaded", "gptq"),
 ]
 compiled = pytest.param("aot_eager", marks=pytest.mark.nightly(reason="20 s a model"))
 
@@ -261,6 +262,13 @@ def check_model(model, config, method, backend=None):
     report = qtensor.merge_lora_(merged, method=method, calibration=[ids], warn_below=0.5)
     assert len(report.layers) == len(targets)
     assert not report.skipped
+    if method == "gptq":
+        other = qtensor.merge_lora_(copy.deepcopy(model), calibration=[ids], warn_below=0)
+        pairs = [
+            (a.output_cosine, b.output_cosine)
+            for a, b in zip(report.layers, other.layers, strict=True)
+        ]
+        assert all(own > nearest for own, nearest in pairs), pairs
     merge_aware_(model)
     model.train()
     y = model(ids).logits
