@@ -374,6 +374,21 @@ def test_a_row():
     assert shown - set(row) == {"my_self_compiled_us", "my_self_compiled_ratio"}
 
 
+def test_the_share_that_instructions_leave():
+    """The limit is that of a call whose tensor stays in the cache, spread over the threads."""
+    chosen = Settings(quick=True, threads=2)
+    spec = dataclasses.replace(MXFP8, shape=(1024, 1024))  # four times the cached bytes
+    cell = quantize.build(spec, chosen)
+    timings = {
+        "copy": summary([100.0]), "reused": summary([200.0]), "fresh": summary([300.0]),
+        "in cache": summary([80.0]),
+    }  # fmt: skip
+    values = quantize.values(cell, timings, chosen)
+    assert values["share"] / values["limit"] == pytest.approx(80 * 4 / 2 / 200)
+    del timings["in cache"]
+    assert quantize.values(cell, timings, chosen)["limit"] is None
+
+
 def test_no_row_begins_when_time_is_over():
     chosen = Settings(seconds=-1.0)
     results = suite.collect([MXFP8], quantize.build, lambda cell, t: {}, chosen)
