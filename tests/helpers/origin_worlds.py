@@ -217,7 +217,7 @@ class Holder(nn.Module):
             self.load_state_dict({"weight": weight}, **options)
         except RuntimeError as error:
             # torch puts the text of our error, which names the op and the format, into its own.
-            if re.search(r"\b(copy_|view)\[\w+\]: ", str(error)):
+            if re.search(r"\b(copy_|view)(\[\w+\])?: ", str(error)):
                 raise qtensor.QTensorError(str(error)) from error
             raise
         return self.weight
