@@ -129,6 +129,36 @@ def test_both_quantized(fmt: str, options: Options, layout: str) -> None:
             same_bits(qtensor.gemm(a, b, layout, dtype=torch.float32), got)
 
 
+@pytest.mark.parametrize("count", [None, 3])
+@pytest.mark.parametrize(
+    ("layout", "of_a", "of_b"),
+    [
+        ("TN", USAGES["columnwise"], {}),
+        ("NN", USAGES["columnwise"], {"axis": 0}),
+        ("NT", {"axis": 0}, {"axis": 0}),
+    ],
+    ids=["TN", "NN", "NT"],
+)
+def test_factors_of_lines_are_applied_to_sums(
+    layout: str, of_a: Options, of_b: Options, count: int | None
+) -> None:
+    """bfloat16 would round values that hold them, also where the data lie across the sum."""
+    m, n, k = SHAPES[0]
+    sizes = (k, m) if layout == "NT" else (m, k), (n, k) if layout == "TN" else (k, n)
+    lead = () if count is None else (count,)
+    a, b = (
+        qtensor.quantize(torch.randn(*lead, *size), "fp8_rowwise", **options)
+        for size, options in zip(sizes, (of_a, of_b), strict=True)
+    )
+    assert "chosen" in said(a, b, layout)
+    left, right = values(a), values(b)
+    left, right = left.mT if layout == "NT" else left, right.mT if layout == "TN" else right
+    got = qtensor.gemm(a, b, layout)
+    assert_product(got, left, right)
+    with native_ops.left_to_python():
+        same_bits(qtensor.gemm(a, b, layout), got)
+
+
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
 def test_a_weight_that_is_a_view(name: str) -> None:
     """Rows, columns and the transpose of a weight; rows of x with a stride."""

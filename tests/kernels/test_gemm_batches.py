@@ -88,6 +88,18 @@ def test_gemm_takes_one_matrix_for_a_batch(case: FormatCase) -> None:
             torch.testing.assert_close(qtensor.gemm(a, b, "NN"), want, rtol=0, atol=32 * 2**-20)
 
 
+@formats
+def test_a_batch_of_transposes_times_one_matrix(case: FormatCase) -> None:
+    for m in [(2,), (2, 3)]:
+        a, b = rand(*m, K, 4), rand(K, 5, seed=1)
+        quantized = [case.quantize(t, rowwise=False, columnwise=True) for t in (a, b)]
+        for left, right in (quantized, (quantized[0], b), (a, quantized[1])):
+            want = torch.matmul(decoded(left).mT, decoded(right))
+            torch.testing.assert_close(
+                qtensor.gemm(left, right, "NT"), want, rtol=0, atol=32 * 2**-20
+            )
+
+
 def test_plain_operands_are_checked_too() -> None:
     a, b = torch.ones(2, 4, K), torch.ones(3, K, 5)
     with pytest.raises(qtensor.QTensorError, match=r"gemm: both operands must have the same batch"):

@@ -191,6 +191,37 @@ def test_a_compiled_function_reads_the_stack(name: str, backend: str) -> None:
         assert_same_bytes(got[3][0].dequantize(), stack.dequantize().mT)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("fp8_rowwise", (2, 32, 64), {}),
+        ("fp8_rowwise", (2, 32, 64), {"axis": 0}),
+        ("fp8_blockwise", (2, 130, 200), {}),
+        ("nvfp4", (2, 32, 64), {"row_scaled": True}),
+        ("mxfp8", (2, 32, 64), {}),
+    ],
+    ids=["lines", "lines of axis 0", "ragged blocks", "row_scaled", "whole blocks"],
+)
+def test_products_where_the_transpose_has_no_buffers(
+    name: str, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """On either side, with a bias or without."""
+    count, n, k = shape
+    stack = BY_NAME[name].quantize(rand(*shape), **options)
+    turned, plain = stack.mT, stack.mT.dequantize()
+    bias, x, y = rand(count, 3, n, seed=1), rand(count, 3, k, seed=2), rand(count, n, 3, seed=3)
+    products = (
+        (torch.bmm(x, turned), torch.bmm(x, plain)),
+        (torch.baddbmm(bias, x, turned), torch.baddbmm(bias, x, plain)),
+        (bias.clone().baddbmm_(x, turned), torch.baddbmm(bias, x, plain)),
+        (torch.bmm(turned, y), torch.bmm(plain, y)),
+        (torch.baddbmm(x.mT, turned, y), torch.baddbmm(x.mT, plain, y)),
+    )
+    for got, want in products:
+        # At most 200 products of unit size in float32, in another order.
+        torch.testing.assert_close(got, want, rtol=0, atol=200 * 2**-20)
+
+
 @stacked
 def test_it_has_the_usages_of_the_stack(name: str) -> None:
     stack = stack_of(name, columnwise=True)

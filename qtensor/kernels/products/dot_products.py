@@ -107,8 +107,11 @@ class DotProducts:
 
     def _rows(self, left: Operand) -> Rows | None:
         """Return the left operand as bfloat16 rows (M, K), or None if no kernel decodes it."""
-        is_columnwise = self.problem.a.side == "_columnwise"
-        values, factor = decoded(left, torch.bfloat16, columnwise=is_columnwise)
+        side = self.problem.a
+        is_columnwise = side.side == "_columnwise"
+        values, factor = decoded(
+            left, torch.bfloat16, columnwise=is_columnwise, contracted=side.contracted
+        )
         if values is None:
             return None
         if self.problem.layout == "NT":

@@ -77,6 +77,8 @@ def of_each(problem: Problem) -> Problem:
 
 def batch_refusal(problem: Problem) -> str | None:
     """Return why the products of a batch are not computed one by one, or None."""
+    if len(problem.a.shape) != len(problem.b.shape):
+        return "one matrix is multiplied with a batch"
     reasons = (stack_refusal(side.canonical, side.shape) for side in (problem.a, problem.b))
     return next(filter(None, reasons), None)
 

@@ -82,7 +82,7 @@ class Tiles:
 
 
 def decoded(
-    matrix: Operand, dtype: torch.dtype, *, columnwise: bool = False
+    matrix: Operand, dtype: torch.dtype, *, columnwise: bool = False, contracted: int = -1
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the values of a matrix in ``dtype``, and the factors that must still be applied.
 
@@ -90,15 +90,16 @@ def decoded(
         matrix: (..., K), quantized or plain.
         dtype: of the values.
         columnwise: the direction that is read of a quantized matrix.
+        contracted: the dim that the product sums over, -1 or -2.
 
     Returns:
-        Values (..., K), or None if no kernel decodes them. Factors: float32 (1,) or one for each
-        line, a row or a column of columnwise data; or None if the values contain all of them.
+        Values of the shape of the matrix, or None if no kernel decodes them. Factors: float32 (1,)
+        or one for each line along ``contracted``; or None if the values contain all of them.
     """
     quantizer, buffers, factor = matrix.quantizer, matrix.buffers, None
     if quantizer is None:
         return buffers[0].to(dtype).contiguous(), None
-    if getattr(quantizer, "axis", None) in (None, 0 if columnwise else -1):
+    if getattr(quantizer, "axis", None) in (None, -1 if contracted == -1 else 0):
         global_name = global_buffer(quantizer, "_columnwise" if columnwise else "_rowwise")
         buffers, factor = without_line_factors(quantizer, buffers, global_name)
     values = torch.empty(tuple(matrix.shape), dtype=dtype)

@@ -188,6 +188,8 @@ def call_of(
     check_operands(left, a.shape, right, b.shape, layout)
     if layout != "NT" and (stack := stack_of(b)) is not None:
         b, layout = stack, _OTHER_LAYOUT[layout]
+    if layout == "NN" and len(a.shape) == len(b.shape) and (stack := stack_of(a)) is not None:
+        a, layout = stack, "NT"
     if bias is not None:
         check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
     return GemmArgs(Pair(operand_of(a), operand_of(b)), layout, dtype or a.dtype, bias)
@@ -206,7 +208,7 @@ def _product(
     """
     if isinstance(bias, QuantizedTensorStorage):
         bias = plain(bias)
-    if not isinstance(b, QuantizedTensorStorage):
+    if not isinstance(b, QuantizedTensorStorage) or len(b.shape) != 2:
         return gemm_operands(a, b, layout, bias)
     weight = operand_of(b)
     rows = weight.as_rows()
@@ -216,7 +218,7 @@ def _product(
             return gemm_operands(a, cast(Tensor, b).t(), "NN", bias)
         rows = weight
     is_plain = not isinstance(a, QuantizedTensorStorage) and a.dtype in FLOATING
-    if is_plain and len(b.shape) == 2:
+    if is_plain:
         k = a.shape[-1]
         if rows is not None and k == rows.shape[1]:
             return WEIGHT_GEMM(a, rows.buffers, rows.canonical, rows.shape[0], bias)
