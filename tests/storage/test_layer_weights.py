@@ -98,8 +98,8 @@ def test_other_inputs_and_transposed_convolutions():
     assert torch.equal(
         F.conv_transpose2d(turned, weight, **steps), F.conv_transpose2d(turned, plain, **steps)
     )
-    half = x.bfloat16()
-    assert torch.equal(F.conv2d(half, weight), F.conv2d(half, weight.dequantize(torch.bfloat16)))
+    half = x.bfloat16(), weight.bfloat16()
+    assert torch.equal(F.conv2d(*half), F.conv2d(half[0], weight.dequantize(torch.bfloat16)))
     # Blocks along the last dim, as ``quantize`` of the weight itself has them.
     rows = qtensor.quantize(torch.randn(8, 16, 3, 32), "mxfp8")
     wide = torch.randn(1, 16, 4, 40)
@@ -182,6 +182,26 @@ def test_arguments_that_do_not_fit_are_named():
         op(x, *buffers, torch.ones(7), *steps, 1)
     with pytest.raises(qtensor.QTensorError, match=r"rows and values of the weight"):
         op(x, *buffers[:3], [8, 8, 3, 3], None, *steps, 2)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
+def test_the_dtypes_of_a_convolution_are_equal(layer):
+    """As torch has it, with a bias and without; a converted module keeps its codes."""
+    module = layer(32, 32, 3, bias=False)
+    module.weight = nn.Parameter(quantized(module.weight.detach(), "mxfp8"), requires_grad=False)
+    x = torch.randn(2, 32, *[5] * (module.weight.ndim - 2))
+    rule = r"convolution: the input and the bias have the dtype of the weight; got torch\.bf"
+    with pytest.raises(qtensor.QTensorError, match=rule):
+        module(x.bfloat16())
+    module.bias = nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
+    words = r"Input type \(float\) and bias type|float32 and torch\.bfloat16 for torch\.float32"
+    with pytest.raises((RuntimeError, qtensor.QTensorError), match=words):
+        module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+    half = module.to(torch.bfloat16)
+    assert half.weight.quantizer.format == "mxfp8"
+    assert torch.equal(half(x.bfloat16()), y)
 
 
 # ---- embedding bags

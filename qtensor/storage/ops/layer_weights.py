@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse, usage_part
 from qtensor.library.dequantize import DEQUANTIZE
@@ -37,6 +37,11 @@ def _convolution(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     x, weight, bias, *steps = given.values()
     if not is_quantized(weight):
         return func(**given)
+    dtypes = [t.dtype for t in (x, bias) if t is not None]
+    rule = "the input and the bias have the dtype of the weight"
+    got = f"{' and '.join(map(str, dtypes))} for {weight.dtype}"
+    fix = "Convert them, or the module with .to(dtype), which keeps the codes"
+    check({*dtypes} == {weight.dtype}, "convolution", rule, got, fix, DtypeError)
     tensor = tensor_of(weight)
     buffers, canonical = tensor.buffers(), tensor._quantizer.canonical
     return CONVOLUTION(x, buffers, canonical, tensor.shape, weight.shape, bias, *steps)
