@@ -34,7 +34,11 @@ def refuse_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave products to the backends behind `integer` and `few_rows`."""
     refuse_integers(monkeypatch)
     linear_ = native.linear_
-    monkeypatch.setattr(native, "linear_", lambda *args, few=False: not few and linear_(*args))
+
+    def many_rows(*args: Any, few: bool = False, **options: Any) -> bool:
+        return not few and linear_(*args, **options)
+
+    monkeypatch.setattr(native, "linear_", many_rows)
     dot_products.is_available(native.linear_)
 
 
@@ -44,7 +48,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         refuse_few_rows(monkeypatch)
     if request.param == "float32 tiles":
         refuse_integers(monkeypatch)
-        monkeypatch.setattr(native, "linear_", lambda *args, few=False: False)
+        monkeypatch.setattr(native, "linear_", lambda *_, **__: False)
         monkeypatch.setattr(tiles, "TILE_BYTES", 100 * K * 4)
     with native_ops.left_to_python():
         yield request.param
