@@ -65,6 +65,11 @@ def fail(
     raise error(f"{op}{place}: {rule}; got {got}. {fix}.")
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value is a Python number that options take: a bool is not one."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check(
     condition: bool,
     op: str,

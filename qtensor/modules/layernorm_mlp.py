@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qtensor.core.errors import check, fail
+from qtensor.core.errors import check, fail, is_number
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
 from qtensor.library.activation import is_gated
@@ -35,7 +35,7 @@ def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | 
     numbers = numbers or {}
     rule = "activation_params of clamped_swiglu are alpha, limit and offset, numbers"
     known = set(numbers) <= {"alpha", "limit", "offset"}
-    right = known and all(isinstance(v, int | float) for v in numbers.values())
+    right = known and all(map(is_number, numbers.values()))
     check(right, label, rule, dict(numbers), "Fix them")
     return clamped_swiglu(**numbers)
 

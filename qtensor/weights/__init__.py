@@ -3,7 +3,7 @@
 from qtensor.weights.activations import calibrate
 from qtensor.weights.calibrated import CalibratedInput, CalibratedKeysValues, Calibration
 from qtensor.weights.format_search import search
-from qtensor.weights.merge_report import LayerMerge, Merge
+from qtensor.weights.merge_report import LayerMerge, MergeReport
 from qtensor.weights.merging import merge_lora_
 from qtensor.weights.qat import convert_qat_, prepare_qat_
 from qtensor.weights.quantize import quantize_
@@ -19,7 +19,7 @@ __all__ = [
     "CurvePoint",
     "GroupChoice",
     "LayerMerge",
-    "Merge",
+    "MergeReport",
     "Rounding",
     "SearchResult",
     "calibrate",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.api import Format
-from qtensor.core.errors import UnsupportedError, check, fail
+from qtensor.core.errors import UnsupportedError, check, fail, is_number
 from qtensor.modules.input_quantizer import InputQuantizer, input_format, is_static
 from qtensor.weights.calibrated import CalibratedInput, CalibratedKeysValues, Calibration
 from qtensor.weights.calibration import run_all
@@ -113,7 +113,8 @@ def calibrate(
     def passing(see: See, kv: _KeysValues | None) -> None:
         with same_random_numbers(model):
             run = model if kv is None else kv.run
-            run_all(OP, run, layers, batches, (see, lambda name, x: None, after))
+            watch = (see, lambda name, x: None, after)
+            run_all(OP, run, layers, batches, watch, "inputs")
 
     with evaluating(model), torch.no_grad():
         seen = _Maxima(layers, members, options)
@@ -144,10 +145,10 @@ class _Options:
     def __post_init__(self) -> None:
         rule = f"observer is one of {', '.join(OBSERVERS)}"
         check(self.observer in OBSERVERS, OP, rule, repr(self.observer), "Choose one")
-        rule = "percentile is above 0 and at most 100"
-        fits = isinstance(self.percentile, int | float) and 0 < self.percentile <= 100
+        rule = "percentile is a number above 0 and at most 100"
+        fits = is_number(self.percentile) and 0 < self.percentile <= 100
         check(fits, OP, rule, repr(self.percentile), "Pass for example 99.99")
-        rule, number = "headroom is a number of at least 1", isinstance(self.headroom, int | float)
+        rule, number = "headroom is a number of at least 1", is_number(self.headroom)
         check(number and 1 <= self.headroom < math.inf, OP, rule, repr(self.headroom), "Pass 1.0")
 
     def final(self, amax: float) -> float:

@@ -52,17 +52,18 @@ def run_all(
     layers: Mapping[str, WeightLayer],
     batches: Sequence[Any],
     watch: tuple[See, Finish, Callable[[], None]],
+    what: str = "calibration",
 ) -> None:
     """Run a model on all inputs, and show the inputs of its layers.
 
     ``watch`` has the functions ``see`` and ``finish`` of ``visiting``, and one that is called after
-    each run.
+    each run. ``what`` is the caller's argument that holds the inputs, for errors.
     """
     see, finish, after = watch
     with visiting(op, layers, see, finish) as padding:
         for index, batch in enumerate(batches):
             padding(batch)
-            run(op, f"calibration[{index}]", model, batch)
+            run(op, f"{what}[{index}]", model, batch)
             after()
 
 

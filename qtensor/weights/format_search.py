@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from qtensor.api import Format
-from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.errors import ArgumentTypeError, check, fail, is_number
 from qtensor.core.journal import Journal
 from qtensor.quantizers import Quantizer
 from qtensor.weights.groups import layer_groups
@@ -200,7 +200,7 @@ def _text(chosen: Quantizer | None) -> str | None:
 
 def _limit(budget_bits: float, values: int, least: int) -> int:
     """Return the bytes of the budget, which must be at least ``least``."""
-    if not isinstance(budget_bits, int | float):
+    if not is_number(budget_bits):
         rule, fix = "budget_bits is a number of bits", "Pass for example 5.0"
         fail("search", rule, repr(budget_bits), fix, ArgumentTypeError)
     limit = budget_bits * values / 8

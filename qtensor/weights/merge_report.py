@@ -47,7 +47,7 @@ class LayerMerge:
 
 
 @dataclass(frozen=True, repr=False)
-class Merge:
+class MergeReport:
     """The result of ``merge_lora_``. Its repr is a table.
 
     Attributes:

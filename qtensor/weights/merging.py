@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.api import quantizer_of
-from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.errors import ArgumentTypeError, DtypeError, check, fail, is_number
 from qtensor.core.texts import some
 from qtensor.modules.conversion import LayerReport
 from qtensor.storage.ops.lost_changes import left_of
@@ -24,7 +24,7 @@ from qtensor.weights import calibration as inputs_of
 from qtensor.weights.layers import WeightLayer, named_layers
 from qtensor.weights.libraries import library_changes
 from qtensor.weights.measurement import evaluating
-from qtensor.weights.merge_report import LayerMerge, Merge, warn_of_losses
+from qtensor.weights.merge_report import LayerMerge, MergeReport, warn_of_losses
 from qtensor.weights.merged_rounding import rounded_sum
 from qtensor.weights.metrics import as_batches
 from qtensor.weights.progress import Shown, progress_of
@@ -72,7 +72,7 @@ def merge_lora_(
     warn_below: float = 0.5,
     generator: torch.Generator | None = None,
     progress: Shown = None,
-) -> Merge:
+) -> MergeReport:
     """Add LoRA adapters to the weights of a model, in place, and report what is left of them.
 
     The bytes of the weights change, and nothing else: parameters stay the same objects, and formats
@@ -121,7 +121,7 @@ def merge_lora_(
     check(method != "gptq" or calibration is not None, OP, rule, "none", "Pass calibration=[...]")
     if generator is not None and method != "stochastic":
         fail(OP, 'generator is for method="stochastic"', f"method={method!r}", "Leave it out")
-    rule, number = "warn_below is a number from 0 on", isinstance(warn_below, int | float)
+    rule, number = "warn_below is a number from 0 on", is_number(warn_below)
     check(number and warn_below >= 0, OP, rule, repr(warn_below), "Pass 0.5, or 0 for no warning")
     batches = [] if calibration is None else as_batches(OP, "calibration", calibration)
     changes, skipped = _changes(model, adapters)
@@ -134,7 +134,7 @@ def merge_lora_(
             merged.append(_merge(change, method, matrices, generator, note))
             show(len(merged), len(changes), change.name)
     warn_of_losses(OP, merged, warn_below, method)
-    return Merge(method, tuple(merged), tuple(skipped))
+    return MergeReport(method, tuple(merged), tuple(skipped))
 
 
 # ---- adapters
@@ -181,6 +181,9 @@ def _plain_change(name: str, layers: Mapping[str, WeightLayer], pair: Any) -> Ch
     fits = a.ndim == b.ndim and a.ndim in (2, 3) and a.shape[:-2] == b.shape[:-2]
     got, fix = f"A {tuple(a.shape)}, B {tuple(b.shape)}", "Pass A first, as PEFT stores both"
     check(fits and a.shape[-2] == b.shape[-1], OP, rule, got, fix)
+    rule, got = f"the adapter of {name} holds floating numbers", f"A {a.dtype}, B {b.dtype}"
+    floating = a.is_floating_point() and b.is_floating_point()
+    check(floating, OP, rule, got, "Convert it to float32", DtypeError)
     given = parts[2] if len(parts) == 3 else 1.0
     if not isinstance(given, SupportsFloat):
         rule = "the scaling of an adapter is a number"

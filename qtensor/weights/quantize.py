@@ -11,6 +11,7 @@ from torch import nn
 from qtensor.api import Format, quantizer
 from qtensor.core.errors import QTensorError, fail
 from qtensor.core.quantizer_registry import parse
+from qtensor.core.texts import some
 from qtensor.functional.linear.layer_plan import weight_canonical
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.quantized_module import QuantizedModule
@@ -140,10 +141,13 @@ def chosen_layers(
     if not layers:
         others = {layer.kind for layer in named_layers(model, KINDS).values()}.difference(kinds)
         why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+        if op != "quantize_":
+            rule = "the model needs a linear layer whose weight can be quantized"
+            why += f", and layers that {op} leaves alone: {some(sorted(others))}" if others else ""
+            fail(op, rule, why, "Check the model and filter_fn")
         why += f", and layers of kinds={sorted(others)}" if others else ""
         rule = f"the model needs a layer whose weight can be quantized, of kinds={tuple(kinds)}"
-        fix = "Check filter_fn and kinds" if op == "quantize_" else "Check the model and filter_fn"
-        fail(op, rule, why, fix)
+        fail(op, rule, why, "Check filter_fn and kinds")
     if format is None:
         rule = "a format must be named; None leaves single layers in high precision"
         fail(op, rule, "None", 'Pass for example "nvfp4", or {"head": None, "*": "nvfp4"}')

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.api import quantize
-from qtensor.core.errors import UnsupportedError, check, fail
+from qtensor.core.errors import UnsupportedError, check, fail, is_number
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.methods import Grid
 from qtensor.reference.blocks import spread
@@ -53,7 +53,7 @@ class Rounding:
     def __post_init__(self) -> None:
         if self.scales not in SCALES:
             fail("Rounding", f"scales is one of {', '.join(SCALES)}", repr(self.scales), "Use one")
-        number = isinstance(self.damping, int | float) and 0 <= self.damping < math.inf
+        number = is_number(self.damping) and 0 <= self.damping < math.inf
         rule = "damping is a number from 0 on"
         check(number, "Rounding", rule, repr(self.damping), "Use one, for example 0.01")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtensor.api import Format
-from qtensor.core.errors import check
+from qtensor.core.errors import check, is_number
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_hook import TRANSFORM
 from qtensor.quantizers import Quantizer
@@ -113,7 +113,8 @@ def smooth_(
             or no scale can be folded. The model is as before.
     """
     rule, fix = "alpha is a number from 0 to 1, or None", "Pass 0.5"
-    check(alpha is None or 0 <= alpha <= 1, OP, rule, alpha, fix)
+    fits = alpha is None or (is_number(alpha) and 0 <= alpha <= 1)
+    check(fits, OP, rule, repr(alpha), fix)
     weights = cast(Quantizer, as_quantizer(OP, format))
     quantized = _decoded(weights), _decoded(as_quantizer(OP, inputs) if inputs else None)
     layers, skipped = weight_layers(OP, model, filter_fn, plain=True)
@@ -122,7 +123,9 @@ def smooth_(
     with evaluating(model), torch.no_grad(), same_random_numbers(model):
         folds = find_folds(model, layers, batches[0])
         rule = "the model needs a norm or a linear layer into which scales can be folded"
-        check(bool(folds), OP, rule, "no such place", "Check filter_fn, or use rotate_")
+        notes = [f"{report.name}: {report.note}" for report in skipped[:3]]
+        got = "; ".join(["no such place", *notes])
+        check(bool(folds), OP, rule, got, "Check the model and filter_fn")
         samples = _samples(model, layers, folds, batches)
         for fold in folds:
             chosen = _search(fold, samples, quantized, alpha)

@@ -174,7 +174,7 @@ def test_values_that_are_not_finite_name_the_layer(value):
 
 def test_a_failing_model_leaves_no_hooks():
     model = Attention()
-    with pytest.raises(qtensor.QTensorError, match=r"calibration\[1\] failed"):
+    with pytest.raises(qtensor.QTensorError, match=r"inputs\[1\] failed"):
         qtensor.calibrate(model, [batches()[0], torch.zeros(2, 3)], "fp8")
     assert not any(m._forward_pre_hooks for m in model.modules())
 
@@ -194,10 +194,13 @@ def test_formats_by_layer_and_formats_without_a_factor():
         ({"format": {"nope": "fp8"}}, "must match a layer"),
         ({"observer": "mean"}, "observer is one of"),
         ({"percentile": 0}, "above 0"),
+        ({"percentile": True}, "a number above 0 .*; got True"),
         ({"headroom": 0.5}, "of at least 1"),
+        ({"headroom": True}, "of at least 1; got True"),
         ({"groups": ["q_proj"]}, "calibrate: each group is a list"),
         ({"inputs": []}, "at least one input"),
         ({"inputs": torch.zeros(1)}, "list of inputs"),
+        ({"inputs": [*batches(), torch.zeros(1, 3)]}, r"; inputs\[3\] failed"),
         ({"filter_fn": lambda m, n: False}, "needs a linear layer"),
         ({"kv_cache": "fp8"}, "models of transformers"),
         ({"kv_cache": "nvfp4"}, "kv_cache is None"),

@@ -277,6 +277,7 @@ def test_a_rotated_layer_is_a_module_like_others():
         (lambda m, x: qtensor.rotate_(m, []), "at least one input"),
         (lambda m, x: qtensor.rotate_(m, [x], lambda layer, name: False), "must allow a rotation"),
         (lambda m, x: qtensor.smooth_(m, "mxfp4", [x], alpha=2), "alpha is a number from 0 to 1"),
+        (lambda m, x: qtensor.smooth_(m, "mxfp4", [x], alpha="a"), "from 0 to 1, or None; got 'a'"),
         (lambda m, x: qtensor.smooth_(m, "mxfp4", [x]), "no such place"),
         (lambda m, x: qtensor.smooth_(m, "mxfp9", [x]), "mxfp9"),
     ],

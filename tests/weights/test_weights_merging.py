@@ -297,6 +297,8 @@ ERRORS = {
     "rank": ({"adapters": {"q": wrong_rank()["q"]}}, r"A \(r, K\) and B \(N, r\).*B \(48, 2\)"),
     "swapped": ({"adapters": {"q": factors(48, 72)[::-1]}}, "Pass A first"),
     "scaling": ({"adapters": {"q": (*factors(48, 72), "2")}}, "scaling of an adapter is a number"),
+    "complex": ({"adapters": {"q": (factors(48, 72)[0], 1j * torch.ones(48, 4))}}, "floating numb"),
+    "flag": ({"warn_below": True}, "warn_below is a number from 0 on; got True"),
     "limit": ({"warn_below": "half"}, "warn_below is a number from 0 on; got 'half'"),
     "dict": ({"adapters": [factors(48, 72)]}, "a dict from names"),
     "nan": ({"adapters": {"q": (torch.full((4, 72), torch.nan), torch.ones(48, 4))}}, "NaN or inf"),

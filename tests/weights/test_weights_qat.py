@@ -349,8 +349,11 @@ def test_errors():
         assert type(model.up) is nn.Linear
     with pytest.raises(qtensor.QTensorError, match="convert_qat_: the model has layers that"):
         qtensor.convert_qat_(Net())
-    with pytest.raises(qtensor.QTensorError, match=r"prepare_qat_: .*needs a layer"):
+    with pytest.raises(qtensor.QTensorError, match=r"prepare_qat_: .*needs a linear layer"):
         qtensor.prepare_qat_(nn.Sequential(nn.ReLU()), "nvfp4")
+    rule = "got none, and layers that prepare_qat_ leaves alone: convolution"
+    with pytest.raises(qtensor.QTensorError, match=rule):
+        qtensor.prepare_qat_(nn.Sequential(nn.Conv2d(32, 16, 3)), "nvfp4")
     columnwise = qtensor.quantizer("mxfp8", columnwise=True)
     with pytest.raises(qtensor.QTensorError, match="inputs are quantized rowwise, to nearest"):
         qtensor.prepare_qat_(Net(), "mxfp8", activations=columnwise)
