@@ -376,8 +376,11 @@ def _crop(t: QuantizedTensorStorage, slot: Slot, buffer: Tensor, shape: Shape) -
 
 
 def _reverse_shape(buffer: Tensor) -> Tensor:
-    """Return a view of the same swizzled bytes with the shape reversed."""
-    return buffer.view(buffer.shape[::-1])
+    """Return the same swizzled bytes with the shape reversed: a view, or a copy for a slice.
+
+    The tiles of a slice may lie apart, and then no strides show them in the other shape.
+    """
+    return buffer.reshape(buffer.shape[::-1])
 
 
 def cat_buffers(tensors: Sequence[QuantizedTensorStorage], dim: int) -> list[Tensor]:

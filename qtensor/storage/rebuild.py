@@ -228,7 +228,7 @@ def part(
     if not is_view:
         # A copy of some buffers alone would mix old and new values after a write to the whole.
         named = zip(result._quantizer.slot_names, result.buffers(), strict=True)
-        own = [b.clone() if _in_memory_of(b, getattr(t, name)) else b for name, b in named]
+        own = [b.clone() if in_memory_of(b, getattr(t, name)) else b for name, b in named]
         result = with_buffers(result, own, origin=FRESH)
     if strides is not None:
         strides = None if _is_contiguous(shape, strides) else tuple(strides)
@@ -325,12 +325,13 @@ def rows_are_in_order(t: QuantizedTensor) -> bool:
 def shares_memory(view: QuantizedTensorStorage, whole: QuantizedTensorStorage) -> bool:
     """Return whether each buffer of ``view`` is in the memory of that buffer of ``whole``."""
     return all(
-        _in_memory_of(getattr(view, slot.name), getattr(whole, slot.name))
+        in_memory_of(getattr(view, slot.name), getattr(whole, slot.name))
         for slot in view._quantizer.slots
     )
 
 
-def _in_memory_of(view: Tensor, whole: Tensor) -> bool:
+def in_memory_of(view: Tensor, whole: Tensor) -> bool:
+    """Return whether both tensors lie in one memory."""
     return view.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 

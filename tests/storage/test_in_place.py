@@ -385,3 +385,16 @@ def test_copying_into_a_part_that_dropped_a_usage(name: str) -> None:
         part.copy_(source)
     assert all(torch.equal(a, b) for a, b in zip(q.buffers(), before, strict=True))
     part.clone().copy_(source)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_the_transpose_of_rows_with_swizzled_columnwise_factors(name: str) -> None:
+    """No strides show their tiles in the reverse shape: a copy, which products read."""
+    q = qtensor.quantize(rand(256, 384), name, rowwise=False, columnwise=True, swizzled=True)
+    rows, x = q[128:], rand(3, 128, seed=1)
+    assert_same_bytes(rows.t().dequantize(), rows.dequantize().t().contiguous())
+    # At most 128 products of unit size in float32, in another order.
+    torch.testing.assert_close(x @ rows, x @ rows.dequantize(), rtol=0, atol=128 * 2**-20)
+    with pytest.raises(qtensor.UnsupportedError, match="the scales of the part are a copy"):
+        rows.t().mul_(2)
+    assert_same_bytes(q.t().mul_(2).dequantize(), q.dequantize().t().contiguous())

@@ -93,6 +93,13 @@ def test_a_write_is_not_lost(write: Callable[[Any], object]) -> None:
         q[0, :4] = 0.0
 
 
+def test_they_have_no_codes() -> None:
+    part = qtensor.quantize(rand(300, 128), "mxfp8")[:3, 1:5]
+    for method in (part.scaled_mm_args, part.scaled_grouped_mm_args):
+        with pytest.raises(qtensor.UnsupportedError, match=r"got values \(3, 4\) of a part. Slice"):
+            method("b")
+
+
 def test_results_are_plain_tensors() -> None:
     values = qtensor.quantize(rand(64, 128), "mxfp8")[:, 3]
     for result in (values + 1, values.clone(), values.sum(), torch.stack([values, values])):

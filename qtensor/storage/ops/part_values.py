@@ -27,6 +27,22 @@ class PartValues(torch.Tensor):
     because they would not reach the quantized tensor. ``clone()`` returns values to write to.
     """
 
+    def scaled_mm_args(self, side: str = "a", *, codes: bool = False) -> NoReturn:
+        """Raise an error: the values of a part have no codes and factors.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        _refuse_codes("scaled_mm_args", self)
+
+    def scaled_grouped_mm_args(self, side: str = "a", **options: Any) -> NoReturn:
+        """Raise an error, as ``scaled_mm_args`` does.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        _refuse_codes("scaled_grouped_mm_args", self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.clone())
 
@@ -88,6 +104,16 @@ def _refuse(name: str) -> NoReturn:
         "the quantized tensor",
         "values of a part",
         "Write to values.clone(), or dequantize the tensor, change the values and quantize again",
+        UnsupportedError,
+    )
+
+
+def _refuse_codes(name: str, values: Tensor) -> NoReturn:
+    fail(
+        name,
+        "a part that cuts blocks was read as plain values, which have no codes and factors",
+        f"values {tuple(values.shape)} of a part",
+        "Slice the tensor at whole blocks, or quantize the values",
         UnsupportedError,
     )
 

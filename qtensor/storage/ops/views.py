@@ -18,6 +18,8 @@ from qtensor.storage.ops.write import plain
 from qtensor.storage.origin import FRESH, Padded, Split, of_copy
 from qtensor.storage.rebuild import (
     Q,
+    in_memory_of,
+    map_buffers,
     part,
     reshaped,
     same,
@@ -249,13 +251,22 @@ def _squeeze(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def transpose_tensor(t: Q) -> Q:
-    """Return the transpose of an (M, K) tensor as views: rowwise data become columnwise."""
+    """Return the transpose of an (M, K) tensor as views: rowwise data become columnwise.
+
+    The transpose of a slice of swizzled factors is a copy, which refuses writes.
+    """
     quantizer, moves = t._quantizer.transpose_plan
     buffers = [
         getattr(t, source) if turn is None else turn(getattr(t, source))
         for _, source, turn in moves
     ]
     turned = wrap(type(t), t.shape[::-1], t._context[1], quantizer, buffers, FRESH)
+    sources = [getattr(t, source) for _, source, _ in moves]
+    if getattr(quantizer, "swizzled", False) and not all(map(in_memory_of, buffers, sources)):
+        # A copy of some buffers alone would mix old and new values after a write to the whole.
+        turned = with_turned_origin(map_buffers(turned, torch.clone, origin=FRESH), t)
+        set_origin(turned, turned._origin._replace(is_part=True, is_copy=True))
+        return turned
     return with_turned_origin(turned, t)
 
 
