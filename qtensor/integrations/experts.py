@@ -19,6 +19,7 @@ from qtensor.storage.ops.dispatch import is_view
 from qtensor.storage.ops.grouped import check_call, group_sizes, grouped_product
 from qtensor.storage.ops.lost_changes import WarnsOfLostChanges
 from qtensor.storage.ops.products import gemm_operands
+from qtensor.storage.ops.table import named
 from qtensor.storage.tensor import QuantizedTensor
 
 Args = tuple[Any, ...]
@@ -279,6 +280,19 @@ def _grouped_mm(func: OpOverload, args: Args, kwargs: Options) -> Tensor:
     return grouped_product(x, weight._stored, layout, sizes, given["out_dtype"])
 
 
+def _fallback(func: OpOverload, args: Args, kwargs: Options) -> Tensor:
+    """Handle the grouped product of transformers, which compiled code calls in float32."""
+    given = named(func, args, kwargs)
+    x, weight, offs = given["input"], given["weight"], given["offs"]
+    return torch.ops.aten._grouped_mm.default(x, weight, offs)
+
+
+def _fallback_backward(func: OpOverload, args: Args, kwargs: Options) -> Any:
+    """Handle its backward pass with decoded weights: it always computes their gradient too."""
+    given = named(func, args, kwargs)
+    return func(**{**given, "weight": given["weight"].dequantize()})
+
+
 def _bmm(func: OpOverload, args: Args, kwargs: Options) -> Tensor:
     x, weight = args
     if isinstance(weight, ExpertWeights):
@@ -318,6 +332,8 @@ _HANDLERS: dict[str, Handler] = {
     "aten::squeeze": _squeeze,
     "aten::_grouped_mm": _grouped_mm,
     "aten::bmm": _bmm,
+    "transformers::grouped_mm_fallback": _fallback,
+    "transformers::grouped_mm_fallback_backward": _fallback_backward,
     "aten::add": _decoded,
     "aten::add_": _add_in_place,
     "aten::sub_": _add_in_place,

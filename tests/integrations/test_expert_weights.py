@@ -173,6 +173,23 @@ def test_it_compiles_in_one_graph(swapped):
         assert torch.equal(compiled(rows, weight, offs), F.grouped_mm(rows, weight, offs=offs))
 
 
+@pytest.mark.parametrize("kind", ["ExpertWeights", "transposed stack"])
+def test_the_grouped_product_of_transformers(kind):
+    """Its models call the op ``grouped_mm_fallback`` when they are compiled in float32."""
+    pytest.importorskip("transformers.integrations.moe", reason="needs transformers")
+    weight = experts("nvfp4", swapped=True)
+    if kind == "transposed stack":
+        weight = qtensor.quantize(values(), "mxfp8").mT
+    rows = torch.randn(12, COLUMNS, requires_grad=True)
+    op = torch.ops.transformers.grouped_mm_fallback
+    got = op(rows, weight, offs=OFFS)
+    assert torch.equal(got, F.grouped_mm(rows.detach(), weight, offs=OFFS))
+    grad = torch.randn(12, ROWS)
+    found = torch.autograd.grad(got, rows, grad)
+    wanted = torch.autograd.grad(op(rows, weight.dequantize(), offs=OFFS), rows, grad)
+    assert torch.equal(*found, *wanted)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

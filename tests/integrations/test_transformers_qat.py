@@ -29,6 +29,24 @@ def logits(model):
     return model.eval()(IDS).logits
 
 
+@pytest.mark.nightly(reason="compiles a whole model; the op of its experts has a test")
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "quantized"])
+def test_compiled_experts_in_float32(prepared):
+    """Compiled models of transformers multiply experts by an op of their own in float32."""
+    model = make("mixtral").eval()
+    chosen = qtensor.prepare_qat_ if prepared else qtensor.quantize_
+    chosen(model, "nvfp4", lambda module, name: "experts" in name)
+    embedding = model.get_input_embeddings().weight
+
+    def step(run):
+        loss = run(IDS).logits.square().mean()
+        return loss, torch.autograd.grad(loss, embedding)[0]
+
+    got, want = step(torch.compile(model, backend="aot_eager")), step(model)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("activations", [False, True], ids=["weights", "inputs"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_a_run_of_trainer(fmt, activations, tmp_path):

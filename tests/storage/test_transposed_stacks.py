@@ -191,6 +191,24 @@ def test_a_compiled_function_reads_the_stack(name: str, backend: str) -> None:
         assert_same_bytes(got[3][0].dequantize(), stack.dequantize().mT)
 
 
+@stacked
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_function_returns_it_with_a_gradient(name: str) -> None:
+    """A graph break hands it to the next graph."""
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        turned = BY_NAME[name].quantizer().quantize(w).mT
+        torch._dynamo.graph_break()
+        return torch.bmm(x, turned)
+
+    x, w = rand(2, 3, 256), rand(2, 128, 256, seed=1).requires_grad_(True)
+    got = torch.compile(step, backend="aot_eager")(x, w)
+    want = step(x, w)
+    assert_same_bytes(got.detach(), want.detach())
+    found, wanted = (torch.autograd.grad(y.sum(), w)[0] for y in (got, want))
+    assert_same_bytes(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [

@@ -27,10 +27,10 @@ from qtensor.storage.ops import (  # noqa: F401
 from qtensor.storage.ops.decoded import DEQUANTIZE_OPS, IN_PLACE_OPS, dequantized
 from qtensor.storage.ops.lazy_view import view_op
 from qtensor.storage.ops.table import (
-    COLLECTIVES,
     COMPUTE,
     FILLED_LATE,
     LIBRARY,
+    OTHERS,
     PRESERVE,
     Args,
     Handler,
@@ -114,8 +114,8 @@ def _resolve(func: Op) -> Handler:
         return LIBRARY.get(name, dequantized)
     if namespace in FILLED_LATE:
         importlib.import_module(FILLED_LATE[namespace])
-    if (collective := COLLECTIVES.get(namespace, {}).get(name)) is not None:
-        return collective
+    if (own := OTHERS.get(namespace, {}).get(name)) is not None:
+        return own
     kind = classify(func)
     if kind in ("exact", "computes"):
         handler = PRESERVE[name] if kind == "exact" else COMPUTE[name]
@@ -135,9 +135,13 @@ def _resolve(func: Op) -> Handler:
 
 @functools.cache
 def is_view(func: Op) -> bool:
-    """Return whether an op returns views of its first argument."""
+    """Return whether an op returns views of its first argument.
+
+    The schema of ``_unsafe_view`` hides that it does. Compiled graphs call it for their outputs.
+    """
     returned = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
-    return bool(returned) and not returned[0].is_write
+    is_hidden = func._schema.name == "aten::_unsafe_view"
+    return is_hidden or (bool(returned) and not returned[0].is_write)
 
 
 def _decomposed(func: Op, args: Args, kwargs: Kwargs) -> Any:

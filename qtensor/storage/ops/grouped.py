@@ -13,9 +13,10 @@ from qtensor.kernels.products.stacks import stack_refusal
 from qtensor.library.grouped import GROUPED_GEMM, SPLIT_SIZES
 from qtensor.library.ragged import Groups
 from qtensor.storage.base import is_quantized
+from qtensor.storage.ops.decoded import dequantized
 from qtensor.storage.ops.lazy_view import stack_of
 from qtensor.storage.ops.products import operand_of
-from qtensor.storage.ops.table import COMPUTE, Args, Kwargs, Op, implements
+from qtensor.storage.ops.table import COMPUTE, TRANSFORMERS, Args, Kwargs, Op, implements, named
 from qtensor.storage.ops.write import plain
 from qtensor.storage.rebuild import FLOATING
 
@@ -85,6 +86,17 @@ def _grouped_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     stack = stack_of(weight)
     operand, layout = (weight, "NN") if stack is None else (stack, "TN")
     return grouped_product(x, operand, layout, sizes, given["out_dtype"])
+
+
+@implements(TRANSFORMERS, "grouped_mm_fallback")
+def _fallback(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    """Handle the grouped product of transformers, which its compiled models call in float32."""
+    given = named(func, args, kwargs)
+    return torch.ops.aten._grouped_mm.default(given["input"], given["weight"], given["offs"])
+
+
+# Its backward pass computes the gradient of every weight, whether or not that is asked for.
+implements(TRANSFORMERS, "grouped_mm_fallback_backward")(dequantized)
 
 
 def check_call(

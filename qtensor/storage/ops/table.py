@@ -35,13 +35,18 @@ FUNCTIONAL: Table = {}
 C10D: Table = {}
 """Collectives of ``torch.distributed``."""
 
-COLLECTIVES: dict[str, Table] = {
+TRANSFORMERS: Table = {}
+"""Ops of transformers."""
+
+OTHERS: dict[str, Table] = {
     "c10d": C10D,
     "_c10d_functional": FUNCTIONAL,
     "_c10d_functional_autograd": FUNCTIONAL,
     "_dtensor": FUNCTIONAL,
+    "transformers": TRANSFORMERS,
 }
-"""Tables of collectives by namespace; the modules of ``storage/ranks/`` fill them."""
+"""Tables of ops of other namespaces than aten. The modules of ``storage/ranks/`` fill those of
+collectives."""
 
 FILLED_LATE: dict[str, str] = {}
 """Modules by namespace: the first op of the namespace imports the module, which fills its table."""
