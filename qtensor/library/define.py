@@ -270,5 +270,14 @@ def empty(like: Tensor, shape: Shape | None = None, dtype: torch.dtype | None = 
     return torch.empty(size, dtype=dtype or like.dtype, device=like.device)
 
 
+def never_alone(results: list[Tensor]) -> list[Tensor]:
+    """Return the results of an op, and an empty tensor after one that would be alone.
+
+    Code that Inductor writes with the option ``cpp_wrapper`` takes a list of one tensor for the
+    tensor, and crashes (torch 2.11 to 2.15).
+    """
+    return [*results, empty(results[0], (0,))] if len(results) == 1 else results
+
+
 def no_outputs(args: object) -> None:
     """Allocate nothing: for ops that only write to their arguments."""

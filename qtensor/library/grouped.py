@@ -28,6 +28,7 @@ from qtensor.library.define import (
     WrittenList,
     empty,
     leaf_op,
+    never_alone,
 )
 from qtensor.library.gemm import GemmArgs, check_layout, output_shape
 from qtensor.library.gradient import GemmAccumulateArgs, postpone
@@ -276,19 +277,20 @@ class _GroupedWgradArgs(NamedTuple):
 def _wgrad_alloc(args: _GroupedWgradArgs) -> list[Tensor]:
     a, b = args.operands
     _check_wgrad("grouped_wgrad", args.operands, args.split, args.wanted)
-    return [empty(a.buffers[0], (a.shape[1], b.shape[1]), args.dtype) for _ in args.wanted]
+    shape = a.shape[1], b.shape[1]
+    return never_alone([empty(a.buffers[0], shape, args.dtype) for _ in args.wanted])
 
 
 def _wgrad_fill(outputs: list[Tensor], args: _GroupedWgradArgs) -> None:
     pairs = _pairs("grouped_wgrad", args.operands, args.split)
-    for out, i in zip(outputs, args.wanted, strict=True):
+    for out, i in zip(outputs, args.wanted, strict=False):
         FILLS["gemm"](out, GemmArgs(pairs[i], "NT", args.dtype))
 
 
 GROUPED_WGRAD = leaf_op("grouped_wgrad", _GroupedWgradArgs, "Tensor[]", _wgrad_alloc, _wgrad_fill)
 """``a_i.T @ b_i`` of the groups in ``wanted``; ``a`` (M, N) and ``b`` (M, K) are ragged.
 
-A group without rows has a gradient of zeros.
+A group without rows has a gradient of zeros. An empty tensor follows a gradient that is alone.
 """
 
 
@@ -354,16 +356,16 @@ class _GroupedBiasGradArgs(NamedTuple):
 def _bias_grad_alloc(args: _GroupedBiasGradArgs) -> list[Tensor]:
     check_tensor("grouped_bias_grad", "dy", args.dy)
     args.split.check("grouped_bias_grad")
-    return [empty(args.dy, args.dy.shape[-1:]) for _ in range(args.split.groups)]
+    return never_alone([empty(args.dy, args.dy.shape[-1:]) for _ in range(args.split.groups)])
 
 
 def _bias_grad_fill(outputs: list[Tensor], args: _GroupedBiasGradArgs) -> None:
     sizes = args.split.read("grouped_bias_grad")
-    for out, part in zip(outputs, args.dy.split(sizes), strict=True):
+    for out, part in zip(outputs, args.dy.split(sizes), strict=False):
         FILLS["bias_grad"](out, BiasGradArgs(part))
 
 
 GROUPED_BIAS_GRAD = leaf_op(
     "grouped_bias_grad", _GroupedBiasGradArgs, "Tensor[]", _bias_grad_alloc, _bias_grad_fill
 )
-"""``bias_grad`` of each group's rows of ``dy`` (M, N)."""
+"""``bias_grad`` of each group's rows of ``dy`` (M, N). An empty tensor follows one that is alone."""

@@ -17,7 +17,7 @@ from qtensor.core.quantizer_registry import (
 )
 from qtensor.kernels import table
 from qtensor.library.checks import check_factors, check_one, check_seed
-from qtensor.library.define import Written, WrittenList, empty, leaf_op
+from qtensor.library.define import Written, WrittenList, empty, leaf_op, never_alone
 from qtensor.reference.denormals import denormals_kept
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -122,14 +122,16 @@ def _amax_alloc(args: _AmaxArgs) -> list[Tensor]:
     quantizer = parse(args.quantizer)
     check_input(args.x, quantizer.format)
     shapes = quantizer.amax_shapes(args.x.shape)
-    return [empty(args.x, shape, torch.float32) for shape in shapes]
+    return never_alone([empty(args.x, shape, torch.float32) for shape in shapes])
 
 
-def _amax_fill(outputs: list[Tensor], args: _AmaxArgs) -> None:
-    if table.amax_(parse(args.quantizer), outputs, args.x):
+def _amax_fill(results: list[Tensor], args: _AmaxArgs) -> None:
+    quantizer = parse(args.quantizer)
+    outputs = results[: len(quantizer.amax_shapes(args.x.shape))]
+    if table.amax_(quantizer, outputs, args.x):
         return
     with denormals_kept():
-        maxima = parse(args.quantizer).amax(args.x)
+        maxima = quantizer.amax(args.x)
     for output, value in zip(outputs, maxima, strict=True):
         output.copy_(value)
 
@@ -170,7 +172,16 @@ QUANTIZE_ = leaf_op(
 """Quantize into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""
 
 AMAX = leaf_op("amax", _AmaxArgs, "Tensor[]", _amax_alloc, _amax_fill)
-"""Return the maxima of tensor-wide factors; a group may reduce them before ``quantize``."""
+"""Return the maxima of tensor-wide factors; a group may reduce them before ``quantize``.
+
+An empty tensor follows one that is alone.
+"""
+
+
+def maxima_of(x: Tensor, canonical: str) -> list[Tensor]:
+    """Return the results of the op ``amax``."""
+    return AMAX(x, canonical)[: len(parse(canonical).amax_shapes(x.shape))]
+
 
 _RANDOM = (torch.Tag.nondeterministic_seeded,)
 

@@ -22,7 +22,7 @@ from qtensor.core.dtensors import is_dtensor
 from qtensor.core.errors import ArgumentTypeError, DtypeError, UnsupportedError, fail
 from qtensor.core.quantizer_registry import QuantizerLike, parse
 from qtensor.core.torch_state import in_forward_mode, in_transform
-from qtensor.library.quantize import AMAX, QUANTIZE, RANDOM_SEED
+from qtensor.library.quantize import QUANTIZE, RANDOM_SEED, maxima_of
 from qtensor.quantizers.dtensor_parts import check_parts, maxima_over_mesh, whole_of
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.origin import FRESH
@@ -288,7 +288,7 @@ def find_maxima(quantizer: Called, x: Tensor, group: Group) -> list[Tensor]:
         rule = "delayed scaling takes its factor from scale="
         fix = "Reduce the amax that quantize_with_amax returns"
         fail(f"quantize[{quantizer.format}]", rule, "amax_reduction_group", fix)
-    return [reduce_max(maximum, group) for maximum in AMAX(x, quantizer.canonical)]
+    return [reduce_max(maximum, group) for maximum in maxima_of(x, quantizer.canonical)]
 
 
 # ---- the op

@@ -14,7 +14,7 @@ from qtensor.core.compile_constants import compile_constant
 from qtensor.core.dtensors import from_part, install_rules, part_of
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.core.quantizer_registry import parse
-from qtensor.library.quantize import AMAX
+from qtensor.library.quantize import maxima_of
 from qtensor.storage.maxima import amax_axes
 from qtensor.storage.process_groups import Group, group_of_mesh, reduce_max
 from qtensor.storage.ranks.splits import note_splits
@@ -65,7 +65,7 @@ def maxima_over_mesh(
     axes = amax_axes(quantizer.canonical)
     if quantizer.needs_scale or not axes or not _splits(x):
         return None
-    maxima = AMAX(part, quantizer.canonical)
+    maxima = maxima_of(part, quantizer.canonical)
     return [_over_ranks(a, x, of, group) for a, of in zip(maxima, axes, strict=True)]
 
 

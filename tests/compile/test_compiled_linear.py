@@ -143,6 +143,21 @@ def test_no_op_of_a_graph_returns_a_list_of_one_tensor(recipe, wanted):
     assert 1 not in results
 
 
+def test_no_op_returns_a_list_of_one_tensor():
+    """Neither the maximum of a tensor nor the gradients of one group are alone in their list."""
+    ops, x = torch.ops.qtensor, torch.randn(32, 64)
+    maximum, *rest = ops.amax(x, "fp8")
+    assert torch.equal(maximum, x.abs().max().view(1))
+    assert [t.numel() for t in rest] == [0]
+    operand, groups = ([x], "", [32, 64]), ([20, 12], None, 2)
+    gradient, *rest = ops.grouped_wgrad(*operand, *operand, *groups, [1], torch.float32)
+    assert torch.equal(gradient, x[20:].t() @ x[20:])
+    assert [t.numel() for t in rest] == [0]
+    total, *rest = ops.grouped_bias_grad(x, [32], None, 1)
+    assert torch.equal(total, ops.bias_grad(x))
+    assert [t.numel() for t in rest] == [0]
+
+
 @pytest.mark.nightly(reason="g++ compiles the graphs for half a minute")
 @pytest.mark.parametrize("wanted", ["nothing", "weight"])
 def test_calls_that_inductor_writes_in_cpp(wanted):
@@ -155,6 +170,19 @@ def test_calls_that_inductor_writes_in_cpp(wanted):
         if wanted == "weight":
             grads = [torch.autograd.grad(y.sum(), module.weight) for y in (out, expected)]
             assert_same(list(grads[0]), list(grads[1]))
+
+
+@pytest.mark.nightly(reason="g++ compiles the graphs for half a minute")
+def test_one_gradient_of_a_group_that_inductor_writes_in_cpp():
+    """The code that calls the op for one gradient crashed."""
+    module, x = qtensor.GroupedLinear(2, 64, 32), torch.randn(32, 64)
+    wanted = [module.weight1, module.bias0, module.bias1]
+    module.weight0.requires_grad_(False)
+    call = torch.compile(module, fullgraph=True, options={"cpp_wrapper": True})
+    with region(RECIPES["mxfp8"]()):
+        results = [function(x, [20, 12]) for function in (call, module)]
+    grads = [torch.autograd.grad(y.sum(), wanted) for y in results]
+    assert_same([results[0], *grads[0]], [results[1], *grads[1]])
 
 
 def test_a_layer_of_torch_compiled_by_itself():

@@ -19,10 +19,12 @@ from qtensor.core.linear_plans import BackwardPlan, ForwardPlan, plan_text
 from qtensor.core.quantizer_registry import parse
 
 Arguments = dict[str, Any]
+Shape = tuple[int, ...]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ANY_DTYPE = (*DTYPES, torch.float64, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn)
 ROWS = (1, 2, 3, 16, 31, 32, 33, 128, 130)
 COLUMNS = (16, 32, 64, 128, 130, 160)
+BATCHES: tuple[Shape, ...] = ((), (), (), (2,), (1, 3))
 ACTIVATIONS = ("gelu", "relu", "silu", "swiglu", "clamped_swiglu(alpha=1.5)")
 
 
@@ -63,21 +65,23 @@ class Maker:
             "seed": torch.tensor([7]),
         }
 
-    def operand(self, rows: int, columns: int, columnwise: bool) -> tuple[list[Tensor], str]:
-        """Return (buffers, canonical text) of a matrix, or (one plain tensor, "")."""
+    def operand(self, *shape: int, columnwise: bool) -> tuple[list[Tensor], str]:
+        """Return (buffers, canonical text) of matrices, or (one plain tensor, "")."""
         if self.random.random() < 0.3:
-            return [self.floats(rows, columns)], ""
+            return [self.floats(*shape)], ""
         quantizer = self.quantizer(rowwise=not columnwise, columnwise=columnwise)
-        x = self.floats(rows, columns, dtype=torch.float32)
+        x = self.floats(*shape, dtype=torch.float32)
         made = torch.ops.qtensor.quantize(x, quantizer.canonical, **self.values(quantizer))
         return made[: len(quantizer.slots)], quantizer.canonical
 
-    def pair(self, layout: str, m: int, n: int, k: int) -> Arguments:
-        """Return both operands of a product in a layout."""
-        a_shape = (k, m) if layout == "NT" else (m, k)
+    def pair(self, layout: str, m: int, n: int, k: int, batch: Shape = ()) -> Arguments:
+        """Return both operands of a product in a layout; ``b`` may have no batch."""
+        a_shape = (*batch, *((k, m) if layout == "NT" else (m, k)))
         b_shape = (n, k) if layout == "TN" else (k, n)
-        a, a_quantizer = self.operand(*a_shape, layout == "NT")
-        b, b_quantizer = self.operand(*b_shape, layout != "TN")
+        if batch and self.random.random() < 0.7:
+            b_shape = (*batch, *b_shape)
+        a, a_quantizer = self.operand(*a_shape, columnwise=layout == "NT")
+        b, b_quantizer = self.operand(*b_shape, columnwise=layout != "TN")
         return {
             **{"a": a, "a_quantizer": a_quantizer, "a_shape": a_shape},
             **{"b": b, "b_quantizer": b_quantizer, "b_shape": b_shape},
@@ -158,7 +162,8 @@ def _dequantize_inplace(make: Maker) -> Arguments:
 
 def _gemm(make: Maker) -> Arguments:
     layout, n = make.random.choice(("TN", "NN", "NT")), make.random.choice((32, 48))
-    operands = make.pair(layout, make.rows, n, make.columns)
+    batch = make.random.choice(BATCHES)
+    operands = make.pair(layout, make.rows, n, make.columns, batch)
     backends = ("auto", "auto", "auto", "reference", "dequant", "tiles", "dot_products", "integer")
     return {
         **operands,
@@ -386,6 +391,7 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"rnorm": torch.rand(make.rows, generator=make.generator), "eps": 1e-5},
     },
     "split_sizes": lambda make: {"splits": torch.tensor([3, 4]), "rows": 7, "label": "layer"},
+    "listed_sizes": lambda make: {"sizes": [3, 4], "groups": 2, "rows": 7, "label": "layer"},
     "same_rows": lambda make: {
         "rows": torch.ones(2, 5, dtype=torch.uint8),
         "message": "the rows differ",

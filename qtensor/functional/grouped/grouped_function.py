@@ -229,12 +229,12 @@ def _weight_gradients(args: GroupedBwdArgs, dy: Operand) -> list[Tensor | None]:
     left, right, splits = column_part(dy), _wgrad_input(args, args.inp), args.splits
     if not args.main_grads and not args.postpone_key:
         grads = GROUPED_WGRAD(*left, *right, *splits, args.wanted, args.weight_dtype)
-        for i, grad in zip(args.wanted, grads, strict=True):
+        for i, grad in zip(args.wanted, grads, strict=False):
             wgrads[i] = grad
         return wgrads
     if asks_for(args, "grad_weight"):
         grads = GROUPED_WGRAD(*left, *right, *splits, args.wanted, torch.float32)
-        for i, grad in zip(args.wanted, grads, strict=True):
+        for i, grad in zip(args.wanted, grads, strict=False):
             tell_debug(args, "grad_weight", grad, group=i)
     if args.main_grads:
         overwrite = args.overwrite_main_grad
@@ -268,7 +268,7 @@ def grouped_backward(
     wgrads = _weight_gradients(args, dy)
     grad_biases: list[Tensor | None] = [None] * (splits.groups if args.bias_dtype else 0)
     if args.bias_requires_grad:
-        sums = GROUPED_BIAS_GRAD(matrix, *splits)
+        sums = GROUPED_BIAS_GRAD(matrix, *splits)[: splits.groups]
         same = args.bias_dtype == matrix.dtype
         grad_biases = [g if same else g.to(args.bias_dtype) for g in sums]
     return wgrads, dgrad, grad_biases

@@ -27,7 +27,7 @@ from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse
 from qtensor.functional.operands import Quantized
 from qtensor.functional.ranks.parallel import Parallel, all_gather, gather
-from qtensor.library.quantize import AMAX, QUANTIZE
+from qtensor.library.quantize import QUANTIZE, maxima_of
 from qtensor.library.same_rows import SAME_ROWS
 from qtensor.quantizers.dtensor_parts import block_sizes
 from qtensor.storage.base import QuantizedTensorStorage
@@ -140,7 +140,7 @@ def _quantized_part(
     """Return the buffers of this rank's rows (M, K), then the amax (1,) of delayed scaling."""
     maxima = None
     if any(plan.maxima):
-        own = list(zip(AMAX(matrix, plan.canonical), plan.maxima, strict=True))
+        own = list(zip(maxima_of(matrix, plan.canonical), plan.maxima, strict=True))
         shared = iter(
             max_over_ranks([a for a, is_shared in own if is_shared], p.group, "linear input")
         )
