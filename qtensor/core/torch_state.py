@@ -41,10 +41,15 @@ backward_node: Callable[[], Node | None] = torch._C._current_autograd_node
 forward_mode_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 """Return whether forward-mode differentiation is on; a function of autograd turns it off."""
 
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_in_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 
 def has_modes() -> bool:
     """Return whether a dispatch mode is active, such as fake tensors."""
-    return bool(torch._C._len_torch_dispatch_stack())
+    return bool(_modes())
 
 
 def active_modes() -> list[Any]:
@@ -54,16 +59,13 @@ def active_modes() -> list[Any]:
 
 def watched() -> bool:
     """Return True if a dispatch mode, transform, profiler or trace observes ops."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or in_transform()
-        or torch._C._autograd._profiler_enabled()
-        or torch.jit.is_tracing()
-    )
+    return bool(_modes() or _transform() is not None or _profiled() or torch.jit.is_tracing())
 
 
 def in_autocast(device: torch.device) -> bool:
     """Return whether ``torch.autocast`` is on for a kind of device; some kinds have none."""
+    if not _in_any_autocast():  # the usual case, and half a microsecond faster
+        return False
     kind = device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
@@ -75,7 +77,7 @@ def in_forward_mode() -> bool:
 
 def in_transform() -> bool:
     """Return whether a transform of ``torch.func`` runs."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _transform() is not None
 
 
 def backward_id() -> int:

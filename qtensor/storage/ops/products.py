@@ -199,7 +199,7 @@ _OTHER_LAYOUT = {"TN": "NN", "NN": "TN"}
 """Layout of a product -> layout of the same product with the transpose of its right operand."""
 
 
-def _product(
+def aten_product(
     a: TensorOrStorage, b: TensorOrStorage, layout: str, bias: TensorOrStorage | None = None
 ) -> Tensor:
     """Return the product (..., M, N) of operands as an aten op passes them.
@@ -222,8 +222,8 @@ def _product(
         k = a.shape[-1]
         if rows is not None and k == rows.shape[1]:
             return WEIGHT_GEMM(a, rows.buffers, rows.canonical, rows.shape[0], bias)
-        if rows is None and k == b.shape[0]:
-            return WEIGHT_GEMM(a, weight.buffers, weight.canonical, b.shape[1], bias, "NN")
+        if rows is None and k == weight.shape[0]:
+            return WEIGHT_GEMM(a, weight.buffers, weight.canonical, weight.shape[1], bias, "NN")
     return gemm_operands(a, b, layout, bias)
 
 
@@ -249,7 +249,7 @@ def _ranks(op: str, operands: tuple[Any, ...], rank: int) -> None:
 @implements(COMPUTE, "mm")
 def _mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     _ranks("mm", args[:2], 2)
-    return _product(args[0], args[1], "NN")
+    return aten_product(args[0], args[1], "NN")
 
 
 @implements(COMPUTE, "bmm")
@@ -275,7 +275,7 @@ def _addmm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     bias = plain(bias) if is_quantized(bias) else bias
     if alpha == 1 and beta == 1:
-        return _product(a, b, "NN", bias)
+        return aten_product(a, b, "NN", bias)
     product = gemm_operands(a, b, "NN", dtype=torch.float32) * alpha
     return (product + beta * bias.float()).to(a.dtype) if beta else product.to(a.dtype)
 
@@ -289,7 +289,7 @@ def _addmm_in_place(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 def linear(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``linear``, which arrives whole in inference mode and from ``whole_products``."""
     x, weight, bias = (*args, kwargs.get("bias"))[:3]
-    return _product(x, weight, "TN", bias)
+    return aten_product(x, weight, "TN", bias)
 
 
 @implements(COMPUTE, "matmul")
@@ -297,7 +297,7 @@ def matmul(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``matmul``, which arrives whole in inference mode and from ``whole_products``."""
     a, b = args
     if b.ndim == 2 and (a.ndim > 1 or is_quantized(b)):
-        return _product(a, b, "NN")
+        return aten_product(a, b, "NN")
     decomposed: Tensor = func.decompose(a, b)
     return decomposed
 

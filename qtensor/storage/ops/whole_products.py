@@ -75,7 +75,7 @@ def _is_matrix(t: Tensor) -> bool:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.ndim and weight.ndim == 2 and _computes_here(x, weight, bias):
-        return products.linear(_LINEAR, (x, weight, bias), {})
+        return products.aten_product(x, weight, "TN", bias)
     if x.ndim and _is_matrix(weight):
         return _multiplied(x, weight.t(), bias)
     return _by_torch(_LINEAR, x, weight, bias)
