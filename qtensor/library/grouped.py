@@ -368,4 +368,7 @@ def _bias_grad_fill(outputs: list[Tensor], args: _GroupedBiasGradArgs) -> None:
 GROUPED_BIAS_GRAD = leaf_op(
     "grouped_bias_grad", _GroupedBiasGradArgs, "Tensor[]", _bias_grad_alloc, _bias_grad_fill
 )
-"""``bias_grad`` of each group's rows of ``dy`` (M, N). An empty tensor follows one that is alone."""
+"""``bias_grad`` of each group's rows of ``dy`` (M, N).
+
+An empty tensor follows one that is alone.
+"""
