@@ -34,6 +34,8 @@ from qtensor.reference.nvfp4 import nearest_amax
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights.calibrated import CalibratedInput, Calibration
 
+_OWN_FACTOR = re.compile(rf"(^|\.){NAME}\.(\w+\.)?(amax|scale_inv)$")
+"""Names of factors in the state dict of a model; those of experts have the name of a weight."""
 WHY = "an expert that calibration never reached?"
 _FACTORS = ("input_scale", "input_global_scale", "activation_scale", "qscale_act", "scale_input")
 """Last name parts, in any layout, of factors of activations that quantize to codes."""
@@ -97,13 +99,12 @@ def same_activations(weight: str, inputs: str) -> bool:
 
 def without_quantizers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict without the factors that ``Calibration.apply`` gave the layers."""
-    ends = (f".{NAME}.amax", f".{NAME}.scale_inv")
-    return {name: t for name, t in state.items() if not f".{name}".endswith(ends)}
+    return {name: t for name, t in state.items() if not _OWN_FACTOR.search(name)}
 
 
 def refuse_quantizers(state: Mapping[str, Tensor]) -> None:
     """Refuse a state dict with factors of ``Calibration.apply``: their format is in the model."""
-    found = [name for name in state if f".{name}".endswith(f".{NAME}.scale_inv")]
+    found = [name for name in state if _OWN_FACTOR.search(name)]
     if found:
         rule = "factors of inputs are saved together with their formats, which only the model knows"
         fix = "Pass the model, or leave them out and pass calibration=Calibration.of(model)"

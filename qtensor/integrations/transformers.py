@@ -42,9 +42,9 @@ from qtensor.checkpoints.containers.shard_files import path_of
 from qtensor.checkpoints.layouts.qtensor import NOTE, read_label, without_note
 from qtensor.checkpoints.saving import without_quantization, writable
 from qtensor.core.errors import UnsupportedError, check, fail
-from qtensor.core.texts import some
 from qtensor.debug.layers import is_conv1d
 from qtensor.integrations.caches import QTensorCache, kv_scales
+from qtensor.integrations.expert_factors import for_checkpoint, quantize_inputs
 from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.latent_attention import absorb_latent_attention
 from qtensor.integrations.loading import (
@@ -202,7 +202,7 @@ class QTensorQuantizer(HfQuantizer):
             self.dense = self.reader.dense
             checkpoints.apply_transforms(self.reader.checkpoint, model)
             if self.quantization_config.activations:
-                _quantize_inputs(model, checkpoints.calibration(self.reader.checkpoint))
+                quantize_inputs(model, checkpoints.calibration(self.reader.checkpoint))
             self.reader.checkpoint.close()
             self.reader = None
         if self._device is not None and torch.device(self._device).type != "cpu":
@@ -245,7 +245,7 @@ class QTensorQuantizer(HfQuantizer):
         writer.ignored_before = plain_tied_modules(model)
         calibration = Calibration.of(model)
         state = with_transforms(weights(model), writer)
-        state = with_calibration(state, writer, calibration)
+        state = with_calibration(state, writer, for_checkpoint(model, calibration))
         stored: dict[str, Tensor] = {}
         for name, tensor in state.items():
             if isinstance(tensor, QuantizedTensor):
@@ -268,19 +268,6 @@ class QTensorQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         """Return True: ``save_pretrained`` writes ``QTensorConfig.layout``."""
         return True
-
-
-def _quantize_inputs(model: PreTrainedModel, calibration: Calibration) -> None:
-    """Let the layers of a model quantize their inputs as its checkpoint says."""
-    rule = "a checkpoint loaded with activations=True says how inputs are quantized"
-    fix = "Load it without activations=True"
-    check(bool(calibration.inputs), "from_pretrained", rule, calibration.note, fix)
-    known = {name for name, _ in model.named_modules()}
-    missing = [name for name in calibration.inputs if name not in known]
-    if missing:
-        rule = "activations=True is for layers that the model has as modules, not for its experts"
-        fail("from_pretrained", rule, some(missing), fix, UnsupportedError)
-    calibration.apply(model)
 
 
 def _layer_of(model: PreTrainedModel, param_name: str) -> str | None:

@@ -20,6 +20,7 @@ from qtensor.modules.input_quantizer import (
     input_format,
     set_input_quantizer,
 )
+from qtensor.weights.expert_inputs import expert_quantizers, set_expert_quantizers
 from qtensor.weights.layers import Filter, WeightLayer, weight_layers
 
 _VERSION = 1
@@ -85,7 +86,8 @@ class Calibration:
         applied here: pass them to a cache.
 
         Args:
-            model: the root of ``nn.Linear``, ``Conv1D`` and ``qtensor.Linear`` layers.
+            model: the root of ``nn.Linear``, ``Conv1D`` and ``qtensor.Linear`` layers, and of
+                stacked experts of transformers, whose rows are quantized together.
             filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
 
         Returns:
@@ -93,8 +95,8 @@ class Calibration:
 
         Raises:
             QTensorError: the model lacks a layer of the calibration.
-            UnsupportedError: a layer is a stack of experts or another that multiplies several
-                weights; no layer was changed.
+            UnsupportedError: a layer multiplies several weights, such as ``GroupedLinear``, or its
+                experts are split over ranks; no layer was changed.
         """
         layers, out = weight_layers("Calibration.apply", model, filter_fn, inputs=True)
         known = {*layers, *(report.name for report in out if report.note == "filtered")}
@@ -105,10 +107,11 @@ class Calibration:
         chosen = [name for name in self.inputs if name in layers]
         several = [name for name in chosen if not _is_single(layers[name])]
         if several:
-            rule = "the inputs of single layers are quantized, not those of experts"
-            fix = "Leave them out with filter_fn=lambda module, name: 'experts' not in name"
+            rule = "the inputs of single layers and of whole stacks of experts are quantized"
+            fix = "Leave the layers out with filter_fn"
             fail("Calibration.apply", rule, some(several), fix, UnsupportedError)
         swapped, skipped = [], []
+        stacks: dict[nn.Module, dict[str, InputQuantizer]] = {}
         for name, layer in layers.items():
             found = self.inputs.get(name)
             if found is None:
@@ -118,9 +121,15 @@ class Calibration:
             for module in layer.modules:
                 device = next(module.parameters()).device
                 own = InputQuantizer(found.format, found.amax, found.scale_inv, device)
-                set_input_quantizer(module, own)
+                if layer.stacked:
+                    steps = stacks.setdefault(module, expert_quantizers(module))
+                    steps[layer.parameters[0]] = own
+                else:
+                    set_input_quantizer(module, own)
             note = found.format if found.amax is None else f"{found.format}, amax {found.amax:.4g}"
             swapped.append(LayerReport(name or "(root)", layer.features, note))
+        for module, quantizers in stacks.items():
+            set_expert_quantizers(module, quantizers)
         return Conversion("inputs quantized", tuple(swapped), tuple(skipped))
 
     @staticmethod
@@ -129,14 +138,19 @@ class Calibration:
         for module in list(model.modules()):
             if isinstance(module._modules.get(NAME), InputQuantizer):
                 set_input_quantizer(module, None)
+            if expert_quantizers(module):
+                set_expert_quantizers(module, {})
 
     @classmethod
     def of(cls, model: nn.Module) -> Calibration:
         """Return the factors that ``apply`` gave the layers of a model."""
         found = {}
-        for name, module in model.named_modules():
-            own = module._modules.get(NAME)
-            if isinstance(own, InputQuantizer):
+        for place, module in model.named_modules():
+            single = module._modules.get(NAME)
+            steps: dict[str, Any] = {place: single, **_named(place, expert_quantizers(module))}
+            for name, own in steps.items():
+                if not isinstance(own, InputQuantizer):
+                    continue
                 amax = None if own.amax is None else own.amax.item()
                 scale_inv = None if own.scale_inv is None else own.scale_inv.item()
                 plain = CalibratedInput(own.format, amax)
@@ -188,5 +202,12 @@ class Calibration:
 
 
 def _is_single(layer: WeightLayer) -> bool:
-    """Return True if each module of a layer multiplies its input by one weight."""
-    return not layer.stacked and layer.experts == 1
+    """Return True if each module multiplies its input by one weight, or is a stack of experts."""
+    if layer.stacked:
+        return not layer.modules[0]._is_expert_parallel
+    return layer.experts == 1
+
+
+def _named(module: str, steps: Mapping[str, InputQuantizer]) -> dict[str, InputQuantizer]:
+    """Return the quantizers of experts by the names of their layers."""
+    return {f"{module}.{own}" if module else own: step for own, step in steps.items()}

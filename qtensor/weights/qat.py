@@ -49,8 +49,7 @@ def prepare_qat_(
         format: as for ``quantize_``: a format, or a dict from names of layers to formats.
         filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
         activations: quantize the inputs of the layers too: True in the format of the weight, a
-            format for all inputs, or the result of ``calibrate``. A stack of experts is then an
-            error: leave it out with ``filter_fn``.
+            format for all inputs, or the result of ``calibrate``.
 
     Returns:
         The layers that were prepared, and those that were skipped with the reason. Its repr is a
@@ -59,7 +58,7 @@ def prepare_qat_(
     Raises:
         QTensorError: a format is unknown, takes its scale from earlier steps, or rounds at random;
             a key matches no layer; there is no layer to prepare; the model is sharded.
-        UnsupportedError: inputs of stacked experts are to be quantized.
+        UnsupportedError: the inputs of a layer with several weights are to be quantized.
     """
     if isinstance(model, nn.Module) and is_held(model):
         rule = "the model is prepared before it is sharded"

@@ -85,11 +85,12 @@ def master(model):
     return model.model.layers[0].mlp.up_proj.weight
 
 
+@pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
-def test_stacked_experts(name, tmp_path):
+def test_stacked_experts(name, activations, tmp_path):
     model = make(name, torch.bfloat16)
     own = {name: id(p) for name, p in model.named_parameters()}
-    done = qtensor.prepare_qat_(model, "nvfp4", is_layer)
+    done = qtensor.prepare_qat_(model, "nvfp4", is_layer, activations=activations)
     assert {n: id(p) for n, p in model.named_parameters()} == own
     assert any(report.name.endswith("experts.gate_up_proj") for report in done.swapped)
     experts = model.model.layers[0].mlp.experts
@@ -111,9 +112,10 @@ def test_stacked_experts(name, tmp_path):
 
 
 @pytest.mark.nightly(reason="a compiled model; layers compiled in test_weights_qat.py")
-def test_compiled_experts():
+@pytest.mark.parametrize("activations", [False, True])
+def test_compiled_experts(activations):
     model = make("qwen3-moe", torch.bfloat16)
-    qtensor.prepare_qat_(model, "nvfp4", is_layer)
+    qtensor.prepare_qat_(model, "nvfp4", is_layer, activations=activations)
     wanted = model(IDS).logits
     compiled = torch.compile(model, backend="aot_eager")
     y = compiled(IDS).logits
