@@ -75,27 +75,61 @@ static void amax_rows(const QuantizeCall& c, bool finite, i32* out) {
         for (i64 r = a; r < b; r++) out[r] = run((const T*)c.x + r * c.stride, c.cols);
     });
 }
+// Largest magnitudes of 2 * W columns, `rows` of them at `stride`, as bits of floats. Finite: NaN count as 0.
+template <class D, bool Finite>
+INLINE void largest_of_rows(const typename D::T* x, i64 rows, i64 stride, VI top[2]) {
+    if constexpr (D::pairs) {
+        const VH inf = (VH)all(INF_BITS | INF_BITS >> 16);
+        VH words{};
+        for (i64 r = 0; r < rows; r++) {
+            VH w = load<VH>(x + r * stride) & (VH)all(0x7fff7fff);
+            if (Finite) w = w > inf ? VH{} : w;
+            words = words > w ? words : w;
+        }
+        typename D::T in_order[2 * W];
+        store(in_order, words);
+        for (int h = 0; h < 2; h++) top[h] = D::one(in_order + h * W);
+        return;
+    }
+    top[0] = top[1] = VI{};
+    for (i64 r = 0; r < rows; r++)
+        for (int h = 0; h < 2; h++) {
+            VI v = D::one(x + r * stride + h * W) & all(ABS);
+            if (Finite) v = v > all(INF_BITS) ? VI{} : v;
+            top[h] = max(top[h], v);
+        }
+}
 // Threads take columns, so that each writes its own.
-template <class D>
-static void amax_columns(const QuantizeCall& c, bool finite, i32* out) {
+template <class D, bool Finite>
+static void amax_columns_as(const QuantizeCall& c, i32* out) {
     using T = typename D::T;
+    constexpr i64 ROWS = 8;  // between two visits of a maximum; more lines of memory at once cost more
     parallel(c.cols, 1024, c.threads, [&](i64 a, i64 b) {
         memset(out + a, 0, sizeof(i32) * size_t(b - a));
-        for (i64 r = 0; r < c.rows; r++) {
+        for (i64 r = 0; r < c.rows; r += ROWS) {
             const T* x = (const T*)c.x + r * c.stride;
+            const i64 n = smaller(c.rows - r, ROWS);
             i64 i = a;
-            for (; i + W <= b; i += W) {
-                VI v = D::one(x + i) & all(ABS);
-                if (finite) v = v > all(INF_BITS) ? all(0) : min(v, all(INF_BITS - 1));
-                store(out + i, max(load<VI>(out + i), v));
+            for (; i + 2 * W <= b; i += 2 * W) {
+                VI top[2];
+                largest_of_rows<D, Finite>(x + i, n, c.stride, top);
+                for (int h = 0; h < 2; h++) {
+                    if (Finite) top[h] = min(top[h], all(INF_BITS - 1));
+                    store(out + i + h * W, max(load<VI>(out + i + h * W), top[h]));
+                }
             }
-            for (; i < b; i++) {
-                i32 m = bits<i32>(D::to_float(x[i])) & ABS;
-                if (finite) m = finite_bits(m);
-                out[i] = out[i] > m ? out[i] : m;
-            }
+            for (; i < b; i++)
+                for (i64 k = 0; k < n; k++) {
+                    i32 m = bits<i32>(D::to_float(x[k * c.stride + i])) & ABS;
+                    if (Finite) m = finite_bits(m);
+                    out[i] = out[i] > m ? out[i] : m;
+                }
         }
     });
+}
+template <class D>
+static void amax_columns(const QuantizeCall& c, bool finite, i32* out) {
+    finite ? amax_columns_as<D, true>(c, out) : amax_columns_as<D, false>(c, out);
 }
 
 }  // namespace QT_NAMESPACE

@@ -236,7 +236,7 @@ struct Float8Quantizer {
 
     // Rows that are transposed at once: whole lines of memory of the transpose. Their codes, up to WIDE
     // columns of them, stay in the second cache level; PAD keeps rows from meeting in one set of it.
-    static constexpr i64 LINES = 64, WIDE = 16384, PAD = 64;
+    static constexpr i64 LINES = 128, WIDE = 16384, PAD = 64;
 
     // Codes leave as they are and transposed. encode(r, i, k, n, out): n codes from column k of row r, the
     // i-th of its band; k = 0 comes first.
