@@ -29,7 +29,7 @@ from qtensor.integrations.gguf.families import OUTER
 from qtensor.integrations.gguf.metadata import frequency_factors, text_config
 from qtensor.integrations.gguf.rows import pair_rows, take_rows
 from qtensor.integrations.gguf.tokenizer import PATTERNS
-from qtensor.integrations.transformers import weights
+from qtensor.integrations.transformers import QTensorConfig, weights
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install gguf")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -164,6 +164,19 @@ def test_quantized_weights_keep_codes_and_factors(name, fmt, rounding, tmp_path)
         gate, up = (both[:, ::2], both[:, 1::2]) if name == "gpt-oss" else both.chunk(2, 1)
         assert torch.equal(theirs["blk.1.ffn_gate_exps.weight"], gate)
         assert torch.equal(theirs["blk.1.ffn_up_exps.weight"], up)
+
+
+def test_from_pretrained_of_transformers_refuses_our_config_for_gguf_files(tmp_path):
+    """It decodes the weights itself. ``open_gguf`` and a folder of ours keep them quantized."""
+    made = quantized("llama", "mxfp4", tmp_path / "dense")
+    save_gguf(made, tmp_path / "x.gguf")
+    with pytest.raises(ValueError, match="You cannot combine"):
+        load(tmp_path, gguf_file="x.gguf", quantization_config=QTensorConfig())
+    with open_gguf(tmp_path / "x.gguf") as found:
+        checkpoints.save(found, tmp_path / "folder", config=found.config)
+    again = load(tmp_path / "folder")
+    assert again.model.layers[1].mlp.up_proj.weight.quantizer.format == "mxfp4"
+    assert torch.equal(logits(again), logits(made))
 
 
 @pytest.mark.parametrize("rounding", ["mse", "gptq"])
