@@ -269,7 +269,6 @@ def render(default: dict[str, Any], others: dict[str, Any]) -> str:
         default: the cells of quantizers with default options.
         others: the cells of other usages, by the name of the usages; only differences are shown.
     """
-    formats = qtensor.formats()
     lines = [
         "# Op matrix",
         "",
@@ -285,7 +284,7 @@ def render(default: dict[str, Any], others: dict[str, Any]) -> str:
     for op_class in (CLASSES[0], BOUNDS, *CLASSES[1:]):
         lines += [f"## {op_class.title}", "", op_class.meaning, ""]
         ops = default[op_class.title]
-        lines += _table(ops, formats) if op_class is BOUNDS else _list(ops, op_class.name)
+        lines += _alike(ops) if op_class is BOUNDS else _list(ops, op_class.name)
     lines += ["## With other usages", "", *_differences(default, others), ""]
     lines += ["## Count", "", *_count(default), ""]
     return "\n".join(lines)
@@ -309,6 +308,16 @@ def _list(ops: dict[str, dict[str, str]], kind: str) -> list[str]:
     differ = {op: row for op, row in ops.items() if op not in same}
     lines = [f"All formats: {', '.join(f'`{op}`' for op in same)}.", ""]
     return [*lines, *_table(differ, tuple(next(iter(differ.values()))))] if differ else lines
+
+
+def _alike(calls: dict[str, dict[str, str]]) -> list[str]:
+    """Return lists of the calls that are alike for all formats, and a table of the others."""
+    lines = []
+    for word in ("exact", "dequantizes", "raises"):
+        same = [call for call, row in calls.items() if set(row.values()) == {word}]
+        lines += [f"All formats, {word}:", "", *(f"- {call}" for call in same), ""]
+    differ = {call: row for call, row in calls.items() if len(set(row.values())) > 1}
+    return [*lines, *_table(differ, tuple(next(iter(differ.values()))))]
 
 
 def _differences(default: dict[str, Any], others: dict[str, Any]) -> list[str]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -40,30 +39,17 @@ def distill(
         c: has the sizes of the windows and of the batches.
         steps: of AdamW.
     """
+
+    def losses() -> Iterator[Tensor]:
+        for step in range(steps):
+            tokens = small_gpt.windows(data, c.batch, c.context, seed=(1 << 22) + step)
+            with torch.no_grad():
+                wanted = F.log_softmax(teacher(tokens), -1)
+            given = F.log_softmax(student(tokens), -1)
+            yield F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1).mean()
+
     # The weights are near a good place already: a small step, and no decay towards zero.
-    optimizer = torch.optim.AdamW(
-        student.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    warm = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min((s + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * s / steps))
-    )
-    student.train()
-    began = time.perf_counter()
-    for step in range(steps):
-        tokens = small_gpt.windows(data, c.batch, c.context, seed=(1 << 22) + step)
-        with torch.no_grad():
-            wanted = F.log_softmax(teacher(tokens), -1)
-        given = F.log_softmax(student(tokens), -1)
-        loss = F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1).mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 50 == 0:
-            print(f"{step:5} {loss.item():.4f} {time.perf_counter() - began:.0f} s", flush=True)
-    student.eval()
+    small_gpt.descend(student, losses(), steps, LEARNING_RATE, weight_decay=0.0)
 
 
 def main() -> None:

@@ -131,29 +131,49 @@ def train(data: Tensor, c: Config, seed: int = 0) -> GPT:
 
 
 def fit(model: nn.Module, data: Tensor, c: Config) -> None:
-    """Train a model and set it to eval mode.
+    """Train a model to predict the next byte, and set it to eval mode.
 
     Args:
         model: tokens (B, T) to logits (B, T, 256).
         data: uint8 bytes.
         c: has the sizes of the training.
     """
+
+    def losses() -> Iterator[Tensor]:
+        for tokens, targets in batches(data, c):
+            yield F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    descend(model, losses(), c.steps, c.learning_rate, weight_decay=0.1)
+
+
+def descend(
+    model: nn.Module, losses: Iterator[Tensor], steps: int, rate: float, weight_decay: float
+) -> None:
+    """Train a model with AdamW, and set it to eval mode.
+
+    Args:
+        model: whose parameters are trained.
+        losses: computes a loss for each step.
+        steps: number of them; the rate rises in the first twentieth, then falls as a cosine.
+        rate: the largest learning rate.
+        weight_decay: of AdamW.
+    """
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=c.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+        model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=weight_decay
     )
-    warm = max(1, c.steps // 20)
+    warm = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min((s + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * s / c.steps))
+        optimizer, lambda s: min((s + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * s / steps))
     )
+    model.train()
     began = time.perf_counter()
-    for step, (tokens, targets) in enumerate(batches(data, c)):
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    for step, loss in enumerate(losses):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 100 == 0:
+        if step % 50 == 0:
             print(f"{step:5} {loss.item():.4f} {time.perf_counter() - began:.0f} s", flush=True)
     model.eval()
 

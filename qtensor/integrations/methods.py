@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from transformers import AutoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from qtensor.checkpoints.layout_base import layouts
 from qtensor.core.errors import fail
 from qtensor.integrations.quantization_config import METHOD, QTensorConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def known_methods() -> tuple[str, ...]:
@@ -75,3 +80,43 @@ class OtherConfig(QTensorConfig):
         """Return a ``QTensorConfig`` that loads what the checkpoint stores."""
         config = QTensorConfig()
         return (config, kwargs) if return_unused_kwargs else config
+
+
+def pretrained_config(
+    path: str | os.PathLike[str], quantization_config: QTensorConfig | None = None, **kwargs: Any
+) -> Any:
+    """Return the config of a checkpoint, with its quantization entry replaced by ours.
+
+    transformers has its own class for most quantization methods, and refuses to mix it with
+    ``QTensorConfig``. Passing this config selects ours:
+    ``AutoModelForCausalLM.from_pretrained(path, config=pretrained_config(path))``.
+
+    Args:
+        path: a folder, or the name of a repository.
+        quantization_config: ``QTensorConfig()`` if None.
+        **kwargs: arguments of ``AutoConfig.from_pretrained``.
+
+    Returns:
+        A ``PreTrainedConfig``.
+
+    Raises:
+        QTensorError: the path names a file.
+    """
+    if os.path.isfile(path):
+        fix = (
+            "Pass the folder. A GGUF file has no config.json, and its weights have the names of "
+            "llama.cpp: qtensor.integrations.gguf.open_gguf translates them"
+        )
+        rule = "path is a folder with a config.json, or the name of a repository"
+        fail("pretrained_config", rule, f"the file {os.fspath(path)!r}", fix)
+    config = AutoConfig.from_pretrained(path, **kwargs)
+    config.quantization_config = quantization_config or QTensorConfig()
+    forget_text_entry(config)
+    return config
+
+
+def forget_text_entry(config: PreTrainedConfig) -> None:
+    """Remove the quantization entry of the part of a config that describes the language model."""
+    text = config.get_text_config(decoder=True)
+    if text is not config and getattr(text, "quantization_config", None) is not None:
+        del text.quantization_config

@@ -19,13 +19,12 @@ from torch import Tensor
 from qtensor.core.version import install_command
 
 try:
-    from transformers import AutoConfig
+    from transformers.core_model_loading import revert_weight_conversion
 except ModuleNotFoundError as error:
     message = (
         f"qtensor.integrations.transformers needs transformers: {install_command('transformers')}"
     )
     raise ModuleNotFoundError(message) from error
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel, remove_tied_weights_from_state_dict
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -55,7 +54,7 @@ from qtensor.integrations.loading import (
     plain_tied_modules,
     transforms,
 )
-from qtensor.integrations.methods import take_methods
+from qtensor.integrations.methods import forget_text_entry, pretrained_config, take_methods
 from qtensor.integrations.quantization_config import METHOD, QTensorConfig
 from qtensor.integrations.stacking import common_factors, quantize_each
 from qtensor.storage.rebuild import reshaped, tensor_of
@@ -116,7 +115,7 @@ class QTensorQuantizer(HfQuantizer):
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Take out of a config what described the files: they decide what is loaded."""
         _set_fusions(config, without_note(vars(config)).get("fusion_config"))
-        _forget_text_entry(config)
+        forget_text_entry(config)
         return config
 
     def _process_model_before_weight_loading(
@@ -348,46 +347,6 @@ def _footprint(model: PreTrainedModel, return_buffers: bool = True) -> int:
     """Return the bytes of a model; transformers counts values times the bytes of their dtype."""
     tensors = [*model.parameters(), *(model.buffers() if return_buffers else ())]
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def pretrained_config(
-    path: str | os.PathLike[str], quantization_config: QTensorConfig | None = None, **kwargs: Any
-) -> Any:
-    """Return the config of a checkpoint, with its quantization entry replaced by ours.
-
-    transformers has its own class for most quantization methods, and refuses to mix it with
-    ``QTensorConfig``. Passing this config selects ours:
-    ``AutoModelForCausalLM.from_pretrained(path, config=pretrained_config(path))``.
-
-    Args:
-        path: a folder, or the name of a repository.
-        quantization_config: ``QTensorConfig()`` if None.
-        **kwargs: arguments of ``AutoConfig.from_pretrained``.
-
-    Returns:
-        A ``PreTrainedConfig``.
-
-    Raises:
-        QTensorError: the path names a file.
-    """
-    if os.path.isfile(path):
-        fix = (
-            "Pass the folder. A GGUF file has no config.json, and its weights have the names of "
-            "llama.cpp: qtensor.integrations.gguf.open_gguf translates them"
-        )
-        rule = "path is a folder with a config.json, or the name of a repository"
-        fail("pretrained_config", rule, f"the file {os.fspath(path)!r}", fix)
-    config = AutoConfig.from_pretrained(path, **kwargs)
-    config.quantization_config = quantization_config or QTensorConfig()
-    _forget_text_entry(config)
-    return config
-
-
-def _forget_text_entry(config: PreTrainedConfig) -> None:
-    """Remove the quantization entry of the part of a config that describes the language model."""
-    text = config.get_text_config(decoder=True)
-    if text is not config and getattr(text, "quantization_config", None) is not None:
-        del text.quantization_config
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:

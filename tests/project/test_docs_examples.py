@@ -115,6 +115,17 @@ def test_links_lead_somewhere():
                 assert anchor[1:] in slugs, f"{path.name}: {target}{anchor}"
 
 
+def test_the_versions_of_libraries_are_those_of_the_constraints():
+    """The tests of the table of docs/transformers.md run with these versions."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    table = (ROOT / "docs/transformers.md").read_text().partition("| library | job |")[2]
+    named = re.findall(r"^\| ([^|]+\d) \|", table, re.M)
+    stated = [pair.split() for cell in named for pair in cell.split(", ")]
+    assert len(stated) > 7
+    for name, version in stated:
+        assert pins[name] == version, name
+
+
 def test_the_readme_lists_every_format_with_its_size():
     """Bits per value: all buffers of a large matrix with the default options."""
     text = (ROOT / "README.md").read_text()

@@ -17,9 +17,9 @@ from qtensor.kernels import table
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import Part, Rows
 from qtensor.kernels.products.dequant import exact_dtypes
-from qtensor.kernels.products.finishing import finish_in_torch, kernel_finishes
+from qtensor.kernels.products.matrix_backend import MatrixBackend, sides_refusal
 from qtensor.kernels.products.problem import GemmSide, Problem
-from qtensor.kernels.products.stacks import batch_refusal, multiply_each, of_each
+from qtensor.kernels.products.stacks import batch_refusal, of_each
 from qtensor.kernels.products.tiles import decoded
 from qtensor.reference.blocks import unswizzle
 
@@ -31,7 +31,7 @@ _CHUNK = 1 << 22
 """Bytes of codes that are looked at together."""
 
 
-class DotProducts:
+class DotProducts(MatrixBackend):
     """bfloat16 dot products with float32 sums, of operands that bfloat16 holds exactly.
 
     Factors of rows, columns or tensors are applied to the sums. The right operand is decoded in the
@@ -40,11 +40,6 @@ class DotProducts:
 
     name = "dot_products"
     detail = " in bfloat16"
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.each = DotProducts(of_each(problem)) if problem.batched else None
-        self.finishes = kernel_finishes(problem)
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
@@ -60,25 +55,15 @@ class DotProducts:
             problem = of_each(problem)
         if 0 in problem.sizes:
             return "a product without elements needs no kernel"
-        for name, side in (("a", problem.a), ("b", problem.b)):
-            reason = _side_refusal(problem, side)
-            if reason is not None:
-                return f"operand {name}: {reason}"
+        reason = sides_refusal(problem, functools.partial(_side_refusal, problem))
+        if reason is not None:
+            return reason
         return None if is_available(native.linear_) else "the CPU has no bfloat16 dot products"
 
-    def __call__(
+    def multiply(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
-        """Write ``out`` (..., N); or return why these tensors cannot be taken."""
-        if self.finishes and (self.each is None or bias is None):
-            return self._multiply(out, a, b, bias)
-        return finish_in_torch(out, bias, lambda total: self._multiply(total, a, b, None))
-
-    def _multiply(
-        self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
-    ) -> str | None:
-        if self.each is not None:
-            return multiply_each(self.each, out, (self.problem.a, a), (self.problem.b, b))
+        """Write a product of matrices; or return why these tensors cannot be taken."""
         sides = self.problem.a, self.problem.b
         left, right = (
             Operand(buffers, side.canonical, side.shape)

@@ -9,9 +9,8 @@ from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.operand import Operand
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import Rows
-from qtensor.kernels.products.finishing import finish_in_torch, kernel_finishes
+from qtensor.kernels.products.matrix_backend import MatrixBackend
 from qtensor.kernels.products.problem import Problem
-from qtensor.kernels.products.stacks import multiply_each, of_each
 from qtensor.kernels.products.tiles import decoded
 from qtensor.kernels.products.weight_rows import (
     NOT_ADJACENT,
@@ -23,7 +22,7 @@ from qtensor.kernels.products.weight_rows import (
 _FLOAT32 = torch.float32
 
 
-class FewRows:
+class FewRows(MatrixBackend):
     """Up to `MOST_ROWS` rows, multiplied with the codes of a weight that is read once.
 
     The order of the sums is a contract (docs/numerics.md): it is the same for every number of rows
@@ -35,10 +34,8 @@ class FewRows:
 
     def __init__(self, problem: Problem) -> None:
         self.mirrored = mirrored(problem)
-        self.problem = self.mirrored or problem
+        super().__init__(self.mirrored or problem)
         self.layout = problem.layout
-        self.each = FewRows(of_each(problem)) if problem.batched else None
-        self.finishes = kernel_finishes(problem)
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
@@ -51,25 +48,22 @@ class FewRows:
         """Write ``out`` (..., N); or return why these tensors cannot be taken."""
         if self.mirrored is not None:
             return self._multiply_mirrored(out, a, b[0])
-        if self.finishes and (self.each is None or bias is None):
-            return self._multiply(out, a, b, bias)
-        return finish_in_torch(out, bias, lambda total: self._multiply(total, a, b, None))
+        return super().__call__(out, a, b, bias)
 
     def _multiply_mirrored(self, out: Tensor, weight: list[Tensor], x: Tensor) -> str | None:
         (rows, _), (columns, _) = self.problem.a.shape, self.problem.b.shape
         x = x if self.layout == "TN" else x.t()
         in_place, dtype = rows == 1 and self.finishes, out.dtype if self.finishes else _FLOAT32
         result = out.view(1, -1) if in_place else out.new_empty(rows, columns, dtype=dtype)
-        reason = self._multiply(result, [x], weight, None)
+        reason = self.multiply(result, [x], weight, None)
         if reason is None and not in_place:
             out.copy_(result.t())
         return reason
 
-    def _multiply(
+    def multiply(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
-        if self.each is not None:
-            return multiply_each(self.each, out, (self.problem.a, a), (self.problem.b, b))
+        """Write a product of matrices; or return why these tensors cannot be taken."""
         left, weight = rows_of_both(self.problem, a, b)
         rows = _rows_of(left)
         if rows is None:

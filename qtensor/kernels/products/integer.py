@@ -10,9 +10,9 @@ from torch import Tensor
 
 from qtensor.kernels import table
 from qtensor.kernels.cpu.integer_products import Lines, integer_products_
-from qtensor.kernels.products.finishing import finish_in_torch, kernel_finishes
+from qtensor.kernels.products.matrix_backend import MatrixBackend, sides_refusal
 from qtensor.kernels.products.problem import GemmSide, Problem, rotations_cancel
-from qtensor.kernels.products.stacks import batch_refusal, multiply_each, of_each
+from qtensor.kernels.products.stacks import batch_refusal, of_each
 from qtensor.kernels.quantizers import NVFP4Like
 from qtensor.reference.scaling import quotient
 
@@ -21,7 +21,7 @@ _ELEMENTS = ("e2m1", "e2m3")
 _BLOCKS = (16, 32)
 
 
-class IntegerProducts:
+class IntegerProducts(MatrixBackend):
     """Multiply codes as integers, and add the blocks in order.
 
     The order of the sums is a contract (docs/numerics.md): a result depends neither on the other
@@ -30,11 +30,6 @@ class IntegerProducts:
 
     name = "integer"
     detail = ": codes are multiplied as integers, blocks are added in order"
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.each = IntegerProducts(of_each(problem)) if problem.batched else None
-        self.finishes = kernel_finishes(problem)
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
@@ -48,10 +43,9 @@ class IntegerProducts:
             problem = of_each(problem)
         if 0 in problem.sizes:
             return "a product without elements needs no kernel"
-        for name, side in (("a", problem.a), ("b", problem.b)):
-            reason = _side_refusal(side)
-            if reason is not None:
-                return f"operand {name}: {reason}"
+        reason = sides_refusal(problem, _side_refusal)
+        if reason is not None:
+            return reason
         a, b = (side.quantizer for side in (problem.a, problem.b))
         if a.spec.block != b.spec.block:  # type: ignore[union-attr]
             return "the blocks of the operands differ in size"
@@ -59,19 +53,10 @@ class IntegerProducts:
             return "the operands are not rotated alike (with_rht)"
         return None
 
-    def __call__(
+    def multiply(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
-        """Write ``out``; or return why these tensors cannot be taken."""
-        if self.finishes and (self.each is None or bias is None):
-            return self._multiply(out, a, b, bias)
-        return finish_in_torch(out, bias, lambda total: self._multiply(total, a, b, None))
-
-    def _multiply(
-        self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
-    ) -> str | None:
-        if self.each is not None:
-            return multiply_each(self.each, out, (self.problem.a, a), (self.problem.b, b))
+        """Write a product of matrices; or return why these tensors cannot be taken."""
         left, right = lines_of(self.problem.a, a), lines_of(self.problem.b, b)
         if left is None or right is None:
             return "tiles of factors are not whole"
