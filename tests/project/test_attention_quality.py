@@ -24,17 +24,15 @@ TINY = small_gpt.Config(width=128, heads=2, layers=1, hidden=128, context=16, ba
 
 
 @pytest.fixture
-def text(monkeypatch):
-    """A corpus that is quick to read, and tiny models."""
-    data = torch.arange(4096).remainder(16).add(65).to(torch.uint8)
-    monkeypatch.setattr(small_gpt, "corpus", lambda: (data[:3000], data[3000:]))
+def tiny(text, monkeypatch):
+    """Tiny models, and few formats."""
     monkeypatch.setattr(quality, "GPT", TINY)
     monkeypatch.setattr(quality, "LLAMA", TINY)
     monkeypatch.setattr(quality, "FORMATS", (("bfloat16", "bfloat16"), ("fp8_rowwise", "mxfp4")))
-    return data
+    return text
 
 
-def test_rows(text, tmp_path, capsys):
+def test_rows(tiny, tmp_path, capsys):
     """Every case has all values; models are trained once."""
     paths = {name: tmp_path / f"{name}.pt" for name in ("gpt", "llama")}
     arguments = [text for name, path in paths.items() for text in (f"--{name}", str(path))]

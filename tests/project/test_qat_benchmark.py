@@ -20,14 +20,6 @@ TINY = small_gpt.Config(
 )
 
 
-@pytest.fixture
-def text(monkeypatch):
-    """A corpus that is quick to read: periodic bytes, which a model can learn."""
-    data = torch.arange(4096).remainder(16).add(65).to(torch.uint8)
-    monkeypatch.setattr(small_gpt, "corpus", lambda: (data[:3000], data[3000:]))
-    return data
-
-
 def test_distillation_brings_a_model_nearer(text, tmp_path, monkeypatch, capsys):
     """The program prints lower perplexities, equal bits, and writes the quantized weights."""
     path, output = tmp_path / "gpt.pt", tmp_path / "out"
