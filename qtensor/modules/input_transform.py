@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import check
+from qtensor.core.torch_state import has_modes
 from qtensor.modules.input_hook import InputStep
 from qtensor.storage.base import QuantizedTensorStorage
 
@@ -99,13 +100,16 @@ def hadamard_matrix(
     size: int, device: torch.types.Device = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return Sylvester's Hadamard matrix (size, size) of ones and minus ones; it is symmetric."""
-    return _hadamard(size, torch.device(device or "cpu"), dtype)
+    # A fake tensor must not be cached: later calls compute.
+    make = _hadamard.__wrapped__ if has_modes() else _hadamard
+    return make(size, torch.device(device or "cpu"), dtype)
 
 
 @functools.lru_cache(maxsize=16)
 def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    matrix = torch.ones(1, 1, dtype=dtype, device=device)
-    while len(matrix) < size:
-        top, bottom = torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)
-        matrix = torch.cat((top, bottom))
+    with torch.inference_mode(False):  # autograd saves the matrix
+        matrix = torch.ones(1, 1, dtype=dtype, device=device)
+        while len(matrix) < size:
+            top, bottom = torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)
+            matrix = torch.cat((top, bottom))
     return matrix

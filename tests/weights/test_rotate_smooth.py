@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import qtensor
 from qtensor.modules.input_hook import QUANTIZER, set_input_step
 from qtensor.modules.input_quantizer import InputQuantizer
-from qtensor.modules.input_transform import InputTransform, hadamard_matrix
+from qtensor.modules.input_transform import InputTransform, _hadamard, hadamard_matrix
 from qtensor.weights.calibration import survey
 from qtensor.weights.layers import weight_layers
 from qtensor.weights.rotation import moved_by, rotated
@@ -289,6 +290,20 @@ def test_errors_leave_the_model(call, rule):
         call(model, torch.randn(3, 64))
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert not hasattr(model[0], "input_transform")
+
+
+def test_a_matrix_that_was_first_made_without_gradients_or_data():
+    """All transforms of a size share one matrix."""
+    _hadamard.cache_clear()
+    with torch.inference_mode():
+        InputTransform(hadamard=16)
+    with FakeTensorMode():
+        InputTransform(hadamard=32)
+    for size in (16, 32):
+        x = torch.randn(2, 64, requires_grad=True)
+        y = InputTransform(hadamard=size)(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(x.grad, 2 * x.detach())  # a rotation keeps the norm
 
 
 def test_a_second_rotation_and_inputs_that_are_quantized():
