@@ -32,6 +32,14 @@ _LEAST = 1e-4
 """Scales are at least this share of the largest one before they are centred."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a weight, (N, K), and of a bias, (N,) or None, that make the channels of an input."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass
 class Fold:
     """A place where a scale of each channel can move from one weight to others.
@@ -42,13 +50,15 @@ class Fold:
         readers: the layers that multiply these channels, by name.
         width: number of channels of the source.
         head: channels of a head that several heads of the readers share; 0 if none do.
+        expert: number of the expert whose weights these are; 0 outside of stacks.
     """
 
-    source: NormReaders | nn.Linear
+    source: NormReaders | Rows
     name: str
-    readers: dict[str, nn.Parameter]
+    readers: Mapping[str, Tensor]
     width: int
     head: int = 0
+    expert: int = 0
 
     def spread(self, scale: Tensor, channels: int) -> Tensor:
         """Return a scale (width,) of the source as one of the readers' (channels,)."""
@@ -91,7 +101,8 @@ def smooth_(
     single channels, and the weights that multiply them, then lose less (AWQ, Lin et al., 2023;
     SmoothQuant, Xiao et al., 2022). The division is folded into the norm, or the linear layer, in
     front of a layer, so that the model computes what it computed before, at no cost. A place for
-    scales is found by trying random ones, which must not change the outputs.
+    scales is found by trying random ones, which must not change the outputs. Each expert of a stack
+    has scales of its own between its two products.
 
     Args:
         model: the root, with plain weights. It is changed in place.
@@ -119,7 +130,7 @@ def smooth_(
     quantized = _decoded(weights), _decoded(as_quantizer(OP, inputs) if inputs else None)
     layers, skipped = weight_layers(OP, model, filter_fn, plain=True)
     batches = as_batches(OP, "calibration", calibration)
-    swapped = []
+    done: dict[str, list[tuple[Fold, tuple[Tensor, float, float]]]] = {}
     with evaluating(model), torch.no_grad(), same_random_numbers(model):
         folds = find_folds(model, layers, batches[0])
         rule = "the model needs a norm or a linear layer into which scales can be folded"
@@ -130,18 +141,23 @@ def smooth_(
         for fold in folds:
             chosen = _search(fold, samples, quantized, alpha)
             if chosen is not None:
-                scale, before, after = chosen
-                fold.apply(scale)
-                low, high = (float(v) for v in scale.aminmax())
-                note = (
-                    f"scales of {fold.name} {low:.2g} to {high:.2g}, error x {after / before:.2f}"
-                )
-                shapes = {n: f"{w.shape[-1]} -> {w.shape[-2]}" for n, w in fold.readers.items()}
-                swapped += [LayerReport(name, shape, note) for name, shape in shapes.items()]
-    done = {report.name for report in swapped}
-    rest = [n for n in layers if n not in done]
+                fold.apply(chosen[0])
+                done.setdefault(fold.name, []).append((fold, chosen))
+    swapped = [report for pairs in done.values() for report in _reports(pairs)]
+    rest = [n for n in layers if n not in {report.name for report in swapped}]
     skipped += [LayerReport(n or "(root)", layers[n].features, "no scale helps") for n in rest]
     return Conversion("smooth_", tuple(swapped), tuple(skipped), ())
+
+
+def _reports(pairs: Sequence[tuple[Fold, tuple[Tensor, float, float]]]) -> list[LayerReport]:
+    """Return the reports of the readers of one source, or of all experts of a stack."""
+    fold, scales = pairs[0][0], torch.stack([chosen[0] for _, chosen in pairs])
+    before, after = (sum(chosen[i] for _, chosen in pairs) for i in (1, 2))
+    low, high = (float(v) for v in scales.aminmax())
+    note = f"scales of {fold.name} {low:.2g} to {high:.2g}, error x {after / before:.2f}"
+    note += f", {len(pairs)} experts" if len(pairs) > 1 else ""
+    shapes = {n: f"{w.shape[-1]} -> {w.shape[-2]}" for n, w in fold.readers.items()}
+    return [LayerReport(name, shape, note) for name, shape in shapes.items()]
 
 
 # ---- places
@@ -155,7 +171,8 @@ def find_folds(model: nn.Module, layers: Mapping[str, WeightLayer], batch: Any) 
     (want,) = comparable(OP, [call(OP, "calibration[0]", model, batch)])
     names = {id(layer.stored[0]): name for name, layer in layers.items()}
     kinds: dict[tuple[str, ...], list[Fold]] = {}
-    for fold in (*_behind_norms(model, batch, names), *_behind_layers(model, layers)):
+    behind = (*_behind_norms(model, batch, names), *_behind_layers(model, layers))
+    for fold in (*behind, *_inside_experts(layers)):
         kinds.setdefault(kind_of(fold.name, *fold.readers), []).append(fold)
     found: list[Fold] = []
     taken: set[str] = set()
@@ -178,9 +195,9 @@ def find_folds(model: nn.Module, layers: Mapping[str, WeightLayer], batch: Any) 
 
 
 def _touched(fold: Fold) -> list[Tensor]:
-    source = fold.source.norm if isinstance(fold.source, NormReaders) else fold.source
-    own = [source._parameters.get(name) for name in ("weight", "bias")]
-    return [*fold.readers.values(), *(p for p in own if p is not None)]
+    source: Any = fold.source.norm if isinstance(fold.source, NormReaders) else fold.source
+    own = [getattr(source, name, None) for name in ("weight", "bias")]
+    return [*fold.readers.values(), *(p for p in own if isinstance(p, Tensor))]
 
 
 def _behind_norms(model: nn.Module, batch: Any, names: Mapping[int, str]) -> Iterator[Fold]:
@@ -208,8 +225,26 @@ def _behind_layers(model: nn.Module, layers: Mapping[str, WeightLayer]) -> Itera
         width, channels = source.out_features, reader.in_features
         shares = width != channels and head and width % head == 0
         if width == channels or shares:
-            readers = {second: cast(nn.Parameter, reader.weight)}
-            yield Fold(source, first, readers, width, head if shares else 0)
+            rows = Rows(source.weight, source.bias)
+            yield Fold(rows, first, {second: reader.weight}, width, head if shares else 0)
+
+
+def _inside_experts(layers: Mapping[str, WeightLayer]) -> Iterator[Fold]:
+    """Yield pairs of products of each expert: rows that are not gates make the second's inputs."""
+    for name, layer in layers.items():
+        own, module = layer.parameters[0], layer.modules[0]
+        if not layer.stacked or own != "down_proj":
+            continue
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        source = name.removesuffix(own) + first
+        if source not in layers:
+            continue
+        stack, bias = getattr(module, first), getattr(module, f"{first}_bias", None)
+        for expert, reader in enumerate(module.down_proj):
+            width = reader.shape[-1]
+            last = slice(stack.shape[1] - width, None)
+            rows = Rows(stack[expert, last], None if bias is None else bias[expert, last])
+            yield Fold(rows, source, {name: reader}, width, expert=expert)
 
 
 # ---- scales
@@ -220,15 +255,20 @@ def _samples(
     layers: Mapping[str, WeightLayer],
     folds: Sequence[Fold],
     batches: Sequence[Any],
-) -> dict[str, Tensor]:
-    """Return up to ``ROWS`` rows of the inputs of each fold, float32, by the name of the source."""
+) -> dict[tuple[str, int], Tensor]:
+    """Return up to ``ROWS`` rows of the inputs of each fold, float32, by source and expert."""
     first = {next(n for n in fold.readers if n in layers): fold.name for fold in folds}
     each = max(1, ROWS // len(batches))
-    parts: dict[str, list[Tensor]] = {}
+    parts: dict[tuple[str, int], list[Tensor]] = {}
+    # Scales of a norm are for all experts that read it.
+    apart = {fold.name for fold in folds if isinstance(fold.source, Rows)}
 
     def see(name: str, expert: int, rows: Tensor) -> None:
         picked = torch.linspace(0, len(rows) - 1, min(each, len(rows))).long()
-        parts.setdefault(first[name], []).append(rows[picked.to(rows.device)].clone())
+        source = first[name]
+        parts.setdefault((source, expert if source in apart else 0), []).append(
+            rows[picked.to(rows.device)].clone()
+        )
 
     watched = {name: layers[name] for name in first}
     with visiting(OP, watched, see, lambda name, x: None) as padding:
@@ -247,12 +287,12 @@ def _decoded(quantizer: Quantizer | None) -> Callable[[Tensor], Tensor]:
 
 def _search(
     fold: Fold,
-    samples: Mapping[str, Tensor],
+    samples: Mapping[tuple[str, int], Tensor],
     quantized: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
     alpha: float | None,
 ) -> tuple[Tensor, float, float] | None:
     """Return the best scale (width,) with the errors before and after, or None for no scale."""
-    x = samples.get(fold.name)
+    x = samples.get((fold.name, fold.expert))
     if x is None or not len(x):
         return None
     weights = [w.float().flatten(0, -2) for w in fold.readers.values()]

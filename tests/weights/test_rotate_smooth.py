@@ -198,6 +198,35 @@ def test_scales_of_other_models(kind, options):
         assert not any("query" in name for name in found)
     if kind == "Mixtral":
         assert any(name.endswith("experts.gate_up_proj") for name in found)
+        assert any(name.endswith("experts.down_proj") for name in found)
+
+
+def test_scales_between_the_products_of_experts():
+    """An expert has scales of its own, and one that no token reached has none."""
+    model = make("Mixtral", **EXPERTS | {"num_local_experts": 32, "num_hidden_layers": 1})
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[:, 160 + 7] *= 30  # the second half are the rows of "up"
+    before, weights = output(model), copy.deepcopy(experts.state_dict())
+    batch = {"input_ids": IDS[:1, :4]}
+    report = qtensor.smooth_(
+        model, "mxfp4", [batch], lambda m, n: "experts" in n, inputs="mxfp4", alpha=0.5
+    )
+    assert_same_outputs(model, before)
+    name = "model.layers.0.mlp.experts"
+    note = notes(report)[f"{name}.down_proj"]
+    assert f"scales of {name}.gate_up_proj" in note
+    old, new = weights["down_proj"].double(), experts.down_proj.detach().double()
+    scales = (new / old).mean(1)  # (E, N)
+    reached = [e for e in range(32) if not torch.equal(new[e], old[e])]
+    assert note.endswith(f"{len(reached)} experts")
+    assert 2 <= len(reached) <= 8, "four tokens reach at most eight experts"
+    assert scales[reached, 7].mean() > 2 * scales[reached].mean()
+    # The columns of both halves got scales of the norm in front.
+    ratio = experts.gate_up_proj.detach().double() / weights["gate_up_proj"].double()
+    columns = ratio[:, :160].mean(1, keepdim=True)
+    wanted = columns / scales[..., None]
+    torch.testing.assert_close(ratio[:, 160:], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_smooth_after_rotate():
