@@ -52,6 +52,8 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "mxfp8": qtensor.recipes.MXFP8BlockScaling,
     "nvfp4": qtensor.recipes.NVFP4BlockScaling,
 }
+REFUSALS = ValueError if SMALL else UnsupportedError
+"""What torch's product may raise: torch itself refuses blocks on a CPU, where a rehearsal runs."""
 BACKENDS = {"ours": "auto", "torch": "scaled_mm"}
 TITLES = {
     "quantize": f"quantize both directions {SQUARE}x{SQUARE}",
@@ -176,7 +178,7 @@ def products_of(row: str, m: int, n: int, k: int) -> dict[str, list[Callable[[],
         functions["bf16"].append(functools.partial(torch.mm, x, w.t(), out=out))
     try:
         functions["torch"][0]()
-    except UnsupportedError:
+    except REFUSALS:
         del functions["torch"]
     return functions
 
