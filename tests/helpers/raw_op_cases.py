@@ -19,12 +19,11 @@ from qtensor.core.linear_plans import BackwardPlan, ForwardPlan, plan_text
 from qtensor.core.quantizer_registry import parse
 
 Arguments = dict[str, Any]
-Shape = tuple[int, ...]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ANY_DTYPE = (*DTYPES, torch.float64, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn)
 ROWS = (1, 2, 3, 16, 31, 32, 33, 128, 130)
 COLUMNS = (16, 32, 64, 128, 130, 160)
-BATCHES: tuple[Shape, ...] = ((), (), (), (2,), (1, 3))
+BATCHES: tuple[tuple[int, ...], ...] = ((), (), (), (2,), (1, 3))
 ACTIVATIONS = ("gelu", "relu", "silu", "swiglu", "clamped_swiglu(alpha=1.5)")
 
 
@@ -74,12 +73,10 @@ class Maker:
         made = torch.ops.qtensor.quantize(x, quantizer.canonical, **self.values(quantizer))
         return made[: len(quantizer.slots)], quantizer.canonical
 
-    def pair(self, layout: str, m: int, n: int, k: int, batch: Shape = ()) -> Arguments:
+    def pair(self, layout: str, m: int, n: int, k: int, batch: Any = ()) -> Arguments:
         """Return both operands of a product in a layout; ``b`` may have no batch."""
         a_shape = (*batch, *((k, m) if layout == "NT" else (m, k)))
-        b_shape = (n, k) if layout == "TN" else (k, n)
-        if batch and self.random.random() < 0.7:
-            b_shape = (*batch, *b_shape)
+        b_shape = (*self.random.choice((batch, batch, ())), *((n, k) if layout == "TN" else (k, n)))
         a, a_quantizer = self.operand(*a_shape, columnwise=layout == "NT")
         b, b_quantizer = self.operand(*b_shape, columnwise=layout != "TN")
         return {
@@ -162,8 +159,7 @@ def _dequantize_inplace(make: Maker) -> Arguments:
 
 def _gemm(make: Maker) -> Arguments:
     layout, n = make.random.choice(("TN", "NN", "NT")), make.random.choice((32, 48))
-    batch = make.random.choice(BATCHES)
-    operands = make.pair(layout, make.rows, n, make.columns, batch)
+    operands = make.pair(layout, make.rows, n, make.columns, make.random.choice(BATCHES))
     backends = ("auto", "auto", "auto", "reference", "dequant", "tiles", "dot_products", "integer")
     return {
         **operands,
@@ -358,9 +354,7 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"dtype": make.maybe(make.dtype), "bias": make.maybe(make.floats(48))},
     },
     "gemm_accumulate_": _accumulate,
-    "postpone_wgrad_": lambda make: {
-        **{"key": -1, **make.pair("NT", 32, 48, make.rows)},
-    },
+    "postpone_wgrad_": lambda make: {"key": -1, **make.pair("NT", 32, 48, make.rows)},
     "report_accumulated_": lambda make: {"report": torch.tensor([-1, 0])},
     "linear_forward": _linear_forward,
     "linear_backward": _linear_backward,
@@ -401,9 +395,7 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
     "scaled_grouped_gemm": scaled_grouped_gemm,
     "grouped_wgrad": _grouped_wgrad,
     "grouped_wgrad_accumulate_": _grouped_accumulate,
-    "postpone_grouped_wgrad_": lambda make: {
-        **{"key": -1, **make.ragged_pair()},
-    },
+    "postpone_grouped_wgrad_": lambda make: {"key": -1, **make.ragged_pair()},
     "grouped_bias_grad": lambda make: {
         "dy": make.floats(make.rows, make.columns),
         **make.grouping(),

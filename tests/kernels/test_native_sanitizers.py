@@ -29,6 +29,9 @@ FLAGS = (
 )
 RACES = ("-fsanitize=thread", "-g1", "-O1")
 CASES = 600
+LIMIT = 3600
+"""Seconds of a test: on a busy machine, building takes most of them."""
+MINUTES = pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
 BEST = sources.usable_isas()[0]
 ALL = (sources.build_spec(BEST), sources.ops_build_spec(), sources.attention_build_spec(BEST))
 ROOT = Path(__file__).parents[2]
@@ -203,7 +206,7 @@ def run(*arguments: str, wide_vectors: bool = False) -> subprocess.CompletedProc
         "OMP_WAIT_POLICY": "passive",
     }
     command = [sys.executable, "-c", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
 def run_threads(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -219,11 +222,12 @@ def run_threads(*arguments: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     command = ["setarch", "--addr-no-randomize", sys.executable, "-c", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
-@pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
+@MINUTES
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT)
 def test_threads_that_call_at_the_same_time() -> None:
     sanitizer("libtsan.so")
     libraries = [build(sanitized(spec, RACES)) for spec in ALL]
@@ -252,8 +256,9 @@ def test_the_check_sees_a_race(tmp_path: Path) -> None:
     assert "data race" in done.stderr
 
 
-@pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
+@MINUTES
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("isa", sources.ISAS)
 def test_the_kernels_stay_inside_their_buffers(isa: str) -> None:
     sanitizer()
@@ -266,8 +271,9 @@ def test_the_kernels_stay_inside_their_buffers(isa: str) -> None:
     assert "runtime error" not in done.stderr
 
 
-@pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
+@MINUTES
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT)
 def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
     sanitizer()
     libraries = [build(sanitized(spec)) for spec in ALL]
@@ -278,8 +284,9 @@ def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
     assert "runtime error" not in done.stderr
 
 
-@pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
+@MINUTES
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("isa", sources.ISAS)
 def test_the_kernels_of_attention_stay_inside_their_buffers(isa: str) -> None:
     """Their own tests, all of whose calls reach the kernels of one instruction set.
