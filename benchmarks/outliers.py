@@ -27,15 +27,16 @@ TITLE = "What rotations and folded scales save"
 TEXT = (
     "The linear layers of a model are prepared, then quantized by `qtensor.quantize_` with each "
     "`rounding`. *rotate*: `rotate_`; *smooth*: `smooth_` for the formats of the row; *both*: in "
-    "this order. *inputs*: the format to which each layer rounds its inputs, or float32. The "
-    "models and their scores are those of [rounding](rounding_cpu.md), with {windows} windows and "
-    "{batches} windows of calibration (GPT), {unseen} docstrings and {seen} for calibration "
+    "this order; *values=False*: of `rotate_`. *inputs*: the format to which each layer rounds its "
+    "inputs, or float32. The models and their scores are those of [rounding](rounding_cpu.md), "
+    "with {windows} windows and {batches} windows of calibration (GPT), {unseen} docstrings and "
+    "{seen} for calibration "
     "(MiniLM). In float32, the GPT has a perplexity of {plain:.4f}, and MiniLM a cosine of 1. One "
     "seed."
 )
 FORMATS = ("mxfp4", "nvfp4", "mxfp6")
 ROUNDINGS = ("nearest", "mse", "gptq_mse")
-PREPARATIONS = ("none", "smooth", "rotate", "both")
+PREPARATIONS = ("none", "smooth", "rotate", "both", "rotate, values=False", "both, values=False")
 PARTS = ("gpt", "minilm")
 
 
@@ -43,9 +44,9 @@ def prepared(part: Part, kind: str, fmt: str, inputs: str | None) -> nn.Module:
     """Return a copy of a model after a preparation."""
     model, calibration, _ = part
     model = copy.deepcopy(model)
-    if kind in ("rotate", "both"):
-        qtensor.rotate_(model, calibration[:1])
-    if kind in ("smooth", "both"):
+    if kind.startswith(("rotate", "both")):
+        qtensor.rotate_(model, calibration[:1], values="values=False" not in kind)
+    if kind.startswith(("smooth", "both")):
         qtensor.smooth_(model, fmt, calibration, inputs=inputs)
     return model
 
@@ -65,6 +66,16 @@ def measure(part: Part, kind: str, fmt: str, inputs: str | None) -> dict[str, fl
     return scores
 
 
+def cases(part: str, formats: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what names each row of a part, in the order of the table."""
+    return [
+        {"model": NAMES[part], "weights": fmt, "inputs": inputs, "kind": kind}
+        for fmt in formats
+        for inputs in ("float32", fmt)
+        for kind in PREPARATIONS
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
     options = parser("outliers", __doc__, PARTS).parse_args(arguments)
@@ -81,16 +92,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     formats = FORMATS[:1] if options.quick else FORMATS
     for name in options.parts:
         part = makers[name]()
-        for fmt in formats:
-            for inputs in (None, fmt):
-                for kind in PREPARATIONS:
-                    row: dict[str, Any] = {"model": NAMES[name], "weights": fmt}
-                    row |= {"inputs": inputs or "float32", "kind": kind}
-                    if not rows.has(row):
-                        rows.add(row | measure(part, kind, fmt, inputs))
-    measured = tuple(rows.measured)
+        for row in cases(name, formats):
+            if not rows.has(row):
+                fmt, inputs = row["weights"], row["inputs"]
+                given = None if inputs == "float32" else inputs
+                rows.add(row | measure(part, row["kind"], fmt, given))
+    every = [row for name in PARTS for row in cases(name, formats)]
+    measured = tuple(own for row in every for own in rows.measured if row.items() <= own.items())
     present = {row["model"] for row in measured}
     absent = [f"{name}: not measured in this run" for name in NAMES.values() if name not in present]
+    for name in present:
+        left = [row for row in every if row["model"] == name and not rows.has(row)]
+        cells = [f"{row['weights']}, inputs {row['inputs']}, {row['kind']}" for row in left]
+        absent += [f"{name}: not measured in this run: {'; '.join(cells)}"] if left else []
     text = TEXT.format(windows=windows, batches=batches, plain=plain, unseen=unseen, seen=seen)
     columns = (
         Column("weights", "weights"),

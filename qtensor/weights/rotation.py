@@ -33,6 +33,7 @@ def rotate_(
     *,
     size: int = 128,
     residual: bool = True,
+    values: bool = True,
 ) -> Conversion:
     """Rotate the input channels of linear layers, in place, so that outliers become small.
 
@@ -56,6 +57,8 @@ def rotate_(
         filter_fn: ``(module, name) -> bool`` selects layers whose inputs are rotated at each call.
         size: channels of a group of such an input, or fewer where it does not divide them.
         residual: False leaves out the rotation of the residual.
+        values: False rotates the inputs of layers that read values at each call, as other inputs,
+            in groups that may span heads.
 
     Returns:
         Reports of the layers that were rotated, and of the others with the reason.
@@ -84,8 +87,11 @@ def rotate_(
             if why:
                 skipped.append(LayerReport("(residual)", "", f"not rotated: {why}"))
         swapped += done.values()
-        pairs = find_pairs(layers, done, size, lambda: moved_by(outputs(batches[:1]), want[:1]))
-        for pair in pairs:
+
+        def moved_first() -> float | None:
+            return moved_by(outputs(batches[:1]), want[:1])
+
+        for pair in find_pairs(layers, done, size, moved_first) if values else ():
             undo.callback(pair.restore)
             pair.rotate()
             note = f"reads {pair.first}, rotated with it in groups of {pair.size}"

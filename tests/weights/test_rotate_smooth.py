@@ -239,6 +239,15 @@ def test_smooth_after_rotate():
     assert not any("down_proj" in name for name in found)
 
 
+def test_values_are_rotated_at_each_call_on_request():
+    model = make("Llama")
+    before = output(model)
+    found = notes(qtensor.rotate_(model, [{"input_ids": IDS}], values=False))
+    assert_same_outputs(model, before)
+    name = "model.layers.0.self_attn.o_proj"
+    assert found[name] == "its inputs are rotated in groups of 128 at each call"
+
+
 def test_the_group_of_a_rotated_head():
     """Heads of 48 channels, and twice as many for queries as for values: groups of 16."""
     model = make("Llama", head_dim=48)
