@@ -19,7 +19,7 @@ from qtensor.core.dtensors import local_part, part_of
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.core.torch_state import no_torch_function
-from qtensor.library.quantize import AMAX, QUANTIZE
+from qtensor.library.quantize import QUANTIZE, maxima_of
 from qtensor.modules.convert import Filter
 from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.quantizers import Quantizer
@@ -170,7 +170,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         self, values: Tensor, sent: QuantizerLike, group: dist.ProcessGroup
     ) -> list[Tensor] | None:
         """Return the maxima of a shard; maxima that all rows share are taken over all shards."""
-        maxima: list[Tensor] = AMAX(values, sent.canonical)
+        maxima = maxima_of(values, sent.canonical)
         flags = is_shared_by_rows(sent.canonical)
         shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
         if not shared or group.size() == 1:
@@ -420,7 +420,7 @@ def reduce_amaxes(model: nn.Module) -> int:
             flags = is_shared_by_rows(sent.canonical)
             # A rotation mixes values, so the maxima of rounded values are not known.
             if any(flags) and sent.factors_are_local:
-                maxima = AMAX(local._high_precision, sent.canonical)
+                maxima = maxima_of(local._high_precision, sent.canonical)
                 shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
                 group = _shard_group(name, parameter, _split_dims(module))
                 ranks = tuple(dist.get_process_group_ranks(group))

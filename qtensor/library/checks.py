@@ -91,7 +91,7 @@ def check_factors(
         check_one(name, "scale", scale, torch.float32, counts[0])
     if counts and amax:
         rule = f"amax must hold {len(counts)} tensor{'s' * (len(counts) > 1)}"
-        fix = "Pass the result of torch.ops.qtensor.amax"
+        fix = "Pass the first results of torch.ops.qtensor.amax"
         check(len(amax) == len(counts), name, rule, len(amax), fix)
         for value, count in zip(amax, counts, strict=True):
             check_one(name, "amax", value, torch.float32, count)

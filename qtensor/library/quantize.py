@@ -171,7 +171,7 @@ QUANTIZE_ = leaf_op(
 )
 """Quantize into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""
 
-AMAX = leaf_op("amax", _AmaxArgs, "Tensor[]", _amax_alloc, _amax_fill)
+_AMAX = leaf_op("amax", _AmaxArgs, "Tensor[]", _amax_alloc, _amax_fill)
 """Return the maxima of tensor-wide factors; a group may reduce them before ``quantize``.
 
 An empty tensor follows one that is alone.
@@ -179,8 +179,8 @@ An empty tensor follows one that is alone.
 
 
 def maxima_of(x: Tensor, canonical: str) -> list[Tensor]:
-    """Return the results of the op ``amax``."""
-    return AMAX(x, canonical)[: len(parse(canonical).amax_shapes(x.shape))]
+    """Return the maxima of tensor-wide factors, as ``quantize`` takes them."""
+    return _AMAX(x, canonical)[: len(parse(canonical).amax_shapes(x.shape))]
 
 
 _RANDOM = (torch.Tag.nondeterministic_seeded,)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.core.compile_constants import compile_constant
 from qtensor.core.quantizer_registry import QuantizerLike, parse
-from qtensor.library.quantize import AMAX
+from qtensor.library.quantize import maxima_of
 from qtensor.storage.origin import Split
 from qtensor.storage.process_groups import max_over
 
@@ -65,7 +65,7 @@ def maxima_of_whole(
     Raises:
         QTensorError: a process group was destroyed.
     """
-    maxima: list[Tensor] = AMAX(part, quantizer.canonical)
+    maxima = maxima_of(part, quantizer.canonical)
     axes = amax_axes(quantizer.canonical)
     for split in splits:
         shared = [a for a, over in zip(maxima, axes, strict=True) if split.axis in over]

@@ -103,7 +103,7 @@ class _Product(torch.autograd.Function):
         groups = Groups([], group_sizes(ends, rows.shape[0], "experts"), experts)
         pair = (*plain_operand(grad.to(rows.dtype)), *plain_operand(rows))
         each = GROUPED_WGRAD(*pair, *groups, list(range(experts)), weight.dtype)
-        to_weight = torch.stack(each)
+        to_weight = torch.stack(each[:experts])
         return to_rows, to_weight.mT if ctx.is_transposed else to_weight, None, None, None
 
 

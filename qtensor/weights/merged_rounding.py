@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtensor.api import quantizer_of
-from qtensor.library.quantize import AMAX
+from qtensor.library.quantize import maxima_of
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.call import quantize_by_maxima
 from qtensor.quantizers.methods import Grid
@@ -90,7 +90,7 @@ def nearest_sum(target: Tensor, quantizer: Quantizer, rows: int) -> QuantizedTen
     """
     if not rows:
         return quantizer(target)
-    maxima = AMAX(target.detach(), quantizer.canonical)
+    maxima = maxima_of(target.detach(), quantizer.canonical)
     shared = [m.view(-1, rows).amax(1).repeat_interleave(rows).view(m.shape) for m in maxima]
     return quantize_by_maxima(quantizer, target, shared)
 

@@ -22,7 +22,7 @@ from qtensor.checkpoints.layout_base import Group
 from qtensor.core.buffer_shapes import buffer_shapes, ceil_div, rows_cols
 from qtensor.core.operand import ROW_STEP, decodes_in_rows, row_parts
 from qtensor.library.dequantize import DEQUANTIZE_
-from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_
+from qtensor.library.quantize import QUANTIZE, QUANTIZE_, maxima_of
 from qtensor.quantizers import Quantizer
 from qtensor.storage.rebuild import tensor_of
 from qtensor.storage.tensor import QuantizedTensor
@@ -252,7 +252,7 @@ def _amax(values: Values, quantizer: Quantizer, workers: Workers) -> list[Tensor
             largest = torch.maximum(-low, high).float().reshape(1)
             if bool(torch.isfinite(largest)):
                 return largest
-        found: Tensor = AMAX(x, quantizer.canonical)[0]
+        found = maxima_of(x, quantizer.canonical)[0]
         return found
 
     return [torch.cat(workers.map(one, values.bounds)).max().reshape(1)]

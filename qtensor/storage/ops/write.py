@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import UnsupportedError, fail
-from qtensor.library.quantize import AMAX, INPUT_DTYPES, QUANTIZE, RANDOM_SEED
+from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED, maxima_of
 from qtensor.storage.base import QuantizedTensorStorage, is_quantized
 from qtensor.storage.maxima import maxima_of_whole
 from qtensor.storage.ops.lazy_view import layout_of, values
@@ -116,7 +116,7 @@ def _encode_part(dst: QuantizedTensor, values: Tensor, shared: tuple[str, ...]) 
     quantizer = dst._quantizer
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
     if maxima := [name for name in named if name.startswith("_amax")] if shared else []:
-        own = dict(zip(maxima, AMAX(values, quantizer.canonical), strict=True))
+        own = dict(zip(maxima, maxima_of(values, quantizer.canonical), strict=True))
         named |= {name: own[name] for name in maxima if name not in shared}
     else:
         own = {}
