@@ -2,25 +2,28 @@
 
 Only the layer's own ``forward`` reads the quantized weight. A module that multiplies by
 ``layer.weight`` itself trains the plain weight, and computes with the quantized one after
-``convert_qat_``. The first forward pass of the model with gradients, in eager code, shows it.
+``convert_qat_``. The first forward pass of the model with gradients, in eager code, shows it. Parts
+of the model that are compiled run that one pass in eager code, too: torch does not compile all
+functions below a mode.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, set_stance
 from torch.overrides import TorchFunctionMode
 
 from qtensor.core.texts import some
 from qtensor.weights.aware import QuantizationAware
 
 _WATCH = "_qat_watch"
-"""Attribute of the root: the handles of its hooks, and the mode while a forward pass runs."""
+"""Attribute of the root: the handles of its hooks, and a `_Watch` while a forward pass runs."""
 
 
 class _PlainReads(TorchFunctionMode):
@@ -52,6 +55,11 @@ class _PlainReads(TorchFunctionMode):
         return result
 
 
+class _Watch(NamedTuple):
+    mode: _PlainReads
+    stack: ExitStack
+
+
 def watch(model: nn.Module) -> None:
     """Let the first forward pass of a model with gradients warn of such code."""
     if _WATCH not in model.__dict__:
@@ -70,15 +78,17 @@ def unwatch(model: nn.Module) -> None:
 def _begin(model: nn.Module, args: tuple[Any, ...]) -> None:
     if is_compiling() or not torch.is_grad_enabled() or model.__dict__[_WATCH][2] is not None:
         return
-    mode = model.__dict__[_WATCH][2] = _PlainReads(model)
-    mode.__enter__()
+    with ExitStack() as stack:
+        stack.enter_context(set_stance("force_eager"))
+        mode = stack.enter_context(_PlainReads(model))
+        model.__dict__[_WATCH][2] = _Watch(mode, stack.pop_all())
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if is_compiling() or model.__dict__[_WATCH][2] is None:
         return
-    mode, model.__dict__[_WATCH][2] = model.__dict__[_WATCH][2], None
-    mode.__exit__(None, None, None)
+    (mode, stack), model.__dict__[_WATCH][2] = model.__dict__[_WATCH][2], None
+    stack.close()
     if output is None:
         return  # the forward pass raised an error
     unwatch(model)
