@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from places import PYTHONPATH
 
+from qtensor.build import compilers
 from qtensor.build.cache import BuildSpec, Unit, build
 from qtensor.build.compilers import find_cxx
 from qtensor.kernels.cpu import sources
@@ -158,6 +159,12 @@ assert counts == [20 * 26 * (32 + 3)] * 4, counts
 print("ended")
 """
 )
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With checks, a unit takes 26 s of a processor to compile: on a busy machine, over 600 s."""
+    monkeypatch.setattr(compilers, "TIME_LIMIT", float(LIMIT))
 
 
 def sanitizer(*names: str) -> str:
