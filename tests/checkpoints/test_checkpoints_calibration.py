@@ -100,21 +100,21 @@ def test_the_divisor_of_nvfp4_is_that_of_compressed_tensors(tmp_path):
 def test_every_divisor_is_written_again(tmp_path):
     """Also one that no amax gives."""
     generator = torch.Generator().manual_seed(0)
-    for g in (torch.rand(200, generator=generator) * 1000 + 0.01).split(1):
-        state = {
-            "up.weight": qtensor.quantize(torch.ones(16, 16), "nvfp4"),
-            "up.input_global_scale": g,
-        }
-        checkpoints.save(state, tmp_path / "a", CT, overwrite=True)
-        found = checkpoints.calibration(tmp_path / "a")
-        assert found.inputs["up"].factor == (torch.ones(1) / g).item()
-        del state["up.input_global_scale"]
-        checkpoints.save(state, tmp_path / "b", CT, calibration=found, overwrite=True)
-        with checkpoints.open(tmp_path / "b") as b:
-            kept = b["up.input_global_scale"]
-        assert torch.ones(1) / kept == torch.ones(1) / g
-        unit = torch.nextafter(g, torch.tensor(2e9)) - g
-        assert (kept - g).abs() <= 2 * unit
+    divisors = {
+        f"up{i}": g for i, g in enumerate(torch.rand(200, 1, generator=generator) * 1000 + 0.01)
+    }
+    weights = {f"{n}.weight": qtensor.quantize(torch.ones(16, 16), "nvfp4") for n in divisors}
+    given = {f"{n}.input_global_scale": g for n, g in divisors.items()}
+    checkpoints.save({**weights, **given}, tmp_path / "a", CT)
+    found = checkpoints.calibration(tmp_path / "a")
+    checkpoints.save(weights, tmp_path / "b", CT, calibration=found)
+    with checkpoints.open(tmp_path / "b") as b:
+        for name, g in divisors.items():
+            assert found.inputs[name].factor == (torch.ones(1) / g).item()
+            kept = b[f"{name}.input_global_scale"]
+            assert torch.ones(1) / kept == torch.ones(1) / g
+            unit = torch.nextafter(g, torch.tensor(2e9)) - g
+            assert (kept - g).abs() <= 2 * unit
 
 
 def test_factors_of_keys_values_and_experts(tmp_path):
