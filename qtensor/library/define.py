@@ -274,7 +274,7 @@ def never_alone(results: list[Tensor]) -> list[Tensor]:
     """Return the results of an op, and an empty tensor after one that would be alone.
 
     Code that Inductor writes with the option ``cpp_wrapper`` takes a list of one tensor for the
-    tensor, and crashes (torch 2.11 to 2.15).
+    tensor, and crashes (torch 2.13).
     """
     return [*results, empty(results[0], (0,))] if len(results) == 1 else results
 
