@@ -62,6 +62,8 @@ GROUPS = 4
 STACKS = ("batched", "both batched", "grouped")
 MOST = 1 << 20
 """Elements of the largest matrix of a stack: the stacks of all formats are in memory at a time."""
+ALIGNED = 8
+"""Bfloat16 values in 16 bytes: what torch's ``grouped_mm`` takes for a row."""
 MEBI = 1 << 20
 COPIES_BYTES = {False: 64 << 20, True: 1}
 """Least bytes of all copies of a weight of more than a MiB together."""
@@ -180,6 +182,10 @@ def collect(kind: str, settings: Settings, results: suite.Results) -> Iterator[R
         if settings.sizes and cases.size_name(shape) not in settings.sizes:
             continue
         if kind in STACKS and shape[0] * shape[1] > MOST:
+            continue
+        if kind == "grouped" and any(n % ALIGNED for n in shape):
+            labels = {"case": "bfloat16", "size": cases.size_name(shape), "dtype": kind}
+            results.note(f"torch groups rows of multiples of {ALIGNED} values", labels)
             continue
         if settings.out_of_time():
             results.note("out of time", {"case": kind, "size": cases.size_name(shape), "dtype": ""})
