@@ -18,7 +18,7 @@ from qtensor.kernels.cpu.buffers import has_memory, is_plain
 from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer
 
 _ARGUMENTS = struct.Struct("=27q")
-_ONE_THREAD = 1 << 23
+_ONE_THREAD = 1 << 21
 """Up to this many products of elements, one thread computes them."""
 
 

@@ -41,8 +41,8 @@ MOST_ROWS = 64
 """Rows of `x` that `linear_` multiplies in the order of few rows: `MOST_ROWS` of few_rows.h."""
 ONE_THREAD = 1 << 19
 """Tensors with up to this many elements use one thread: waking another one costs more time."""
-_PRODUCTS = 16
-"""Products of elements by dot products that take as long as decoding one element."""
+_PRODUCTS = 4
+"""Products of elements by dot products for each of those."""
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")

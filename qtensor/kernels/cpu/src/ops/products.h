@@ -7,7 +7,7 @@
 namespace ops {
 
 // Up to this many products of elements, one thread computes them (integer_products.py, native.py).
-constexpr i64 ONE_THREAD_PRODUCTS = 1 << 23;
+constexpr i64 ONE_THREAD_PRODUCTS = 1 << 21;
 
 // An operand of a product: a plain tensor, or a quantized one by its buffers.
 struct Operand {
