@@ -64,7 +64,7 @@ def watched() -> bool:
 
 def in_autocast(device: torch.device) -> bool:
     """Return whether ``torch.autocast`` is on for a kind of device; some kinds have none."""
-    if not _in_any_autocast():  # the usual case, and half a microsecond faster
+    if not _in_any_autocast():  # every product asks, and most programs have none
         return False
     kind = device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -283,7 +283,7 @@ def _wgrad_alloc(args: _GroupedWgradArgs) -> list[Tensor]:
 
 def _wgrad_fill(outputs: list[Tensor], args: _GroupedWgradArgs) -> None:
     pairs = _pairs("grouped_wgrad", args.operands, args.split)
-    for out, i in zip(outputs, args.wanted, strict=False):
+    for out, i in zip(outputs[: len(args.wanted)], args.wanted, strict=True):
         FILLS["gemm"](out, GemmArgs(pairs[i], "NT", args.dtype))
 
 
@@ -361,7 +361,7 @@ def _bias_grad_alloc(args: _GroupedBiasGradArgs) -> list[Tensor]:
 
 def _bias_grad_fill(outputs: list[Tensor], args: _GroupedBiasGradArgs) -> None:
     sizes = args.split.read("grouped_bias_grad")
-    for out, part in zip(outputs, args.dy.split(sizes), strict=False):
+    for out, part in zip(outputs[: len(sizes)], args.dy.split(sizes), strict=True):
         FILLS["bias_grad"](out, BiasGradArgs(part))
 
 

@@ -229,12 +229,12 @@ def _weight_gradients(args: GroupedBwdArgs, dy: Operand) -> list[Tensor | None]:
     left, right, splits = column_part(dy), _wgrad_input(args, args.inp), args.splits
     if not args.main_grads and not args.postpone_key:
         grads = GROUPED_WGRAD(*left, *right, *splits, args.wanted, args.weight_dtype)
-        for i, grad in zip(args.wanted, grads, strict=False):
+        for i, grad in zip(args.wanted, grads[: len(args.wanted)], strict=True):
             wgrads[i] = grad
         return wgrads
     if asks_for(args, "grad_weight"):
         grads = GROUPED_WGRAD(*left, *right, *splits, args.wanted, torch.float32)
-        for i, grad in zip(args.wanted, grads, strict=False):
+        for i, grad in zip(args.wanted, grads[: len(args.wanted)], strict=True):
             tell_debug(args, "grad_weight", grad, group=i)
     if args.main_grads:
         overwrite = args.overwrite_main_grad

@@ -42,7 +42,7 @@ MOST_ROWS = 64
 ONE_THREAD = 1 << 19
 """Tensors with up to this many elements use one thread: waking another one costs more time."""
 _PRODUCTS = 4
-"""Products of elements by dot products for each of those."""
+"""So many multiplications of dot products count as one element for ``ONE_THREAD``."""
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")

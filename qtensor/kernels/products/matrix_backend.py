@@ -1,4 +1,4 @@
-"""What backends of a CPU share: stacks matrix by matrix, and what a kernel leaves to torch."""
+"""Base of the CPU backends: stacks matrix by matrix, and what a kernel leaves to torch."""
 
 from __future__ import annotations
 
