@@ -40,6 +40,11 @@ def plain_class(module: nn.Module) -> type[Any]:
     return own
 
 
+def empty_of(own: type[Any]) -> Any:
+    """Return an instance without state: pickle stores it where it cannot store a class itself."""
+    return object.__new__(own)
+
+
 def with_base(own: type[Any], old: type[Any], new: type[Any]) -> type[Any]:
     """Return ``new``, or a class like ``own`` that derives from ``new`` instead of ``old``."""
     if own is old:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qtensor.modules.in_place import plain_class, with_base
+from qtensor.modules.in_place import empty_of, plain_class, with_base
 from qtensor.quantizers import Quantizer
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
@@ -28,11 +28,13 @@ class QuantizationAware:
         weight_quantizers: quantizers by the names of the parameters.
         weights_are_transposed: whether parameters are stored as (K, N).
         is_computing: whether ``forward`` runs.
+        quantized_names: names of the quantized parameters of all layers of the class.
     """
 
     weight_quantizers: dict[str, Quantizer]
     weights_are_transposed: bool
     is_computing: bool
+    quantized_names: tuple[str, ...]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer's own ``forward`` computes with quantized weights."""
@@ -50,7 +52,8 @@ class QuantizationAware:
         return ", ".join([*([own] if own else []), *formats])
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (_class_before(type(self)), tuple(self.weight_quantizers)), self.__dict__
+        own = type(self)
+        return _rebuild, (empty_of(_class_before(own)), own.quantized_names), self.__dict__
 
 
 def become_aware(module: Any, quantizers: Mapping[str, Quantizer], transposed: bool) -> None:
@@ -75,6 +78,7 @@ def _class_of(own: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
         members: dict[str, Any] = {name: _property(name) for name in names}
         title = f"QuantizationAware{own.__name__}"
         members |= {"__module__": own.__module__, "__doc__": own.__doc__, "class_before": own}
+        members["quantized_names"] = names
         _CLASSES[own, names] = type(title, (QuantizationAware, own), members)
     return _CLASSES[own, names]
 
@@ -97,7 +101,7 @@ def _property(name: str) -> property:
     return property(quantized)
 
 
-def _rebuild(own: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    """Return an empty layer, whose state pickle sets."""
-    made = _class_of(own, names)
+def _rebuild(before: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    """Return an empty layer, whose state pickle sets; ``before`` has its class of before."""
+    made = _class_of(type(before), names)
     return made.__new__(made)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qtensor.core.operand import plain_operand
 from qtensor.library.grouped import GROUPED_WGRAD
 from qtensor.library.ragged import Groups
-from qtensor.modules.in_place import plain_class, with_base
+from qtensor.modules.in_place import empty_of, plain_class, with_base
 from qtensor.modules.input_quantizer import NAME, InputQuantizer
 from qtensor.storage.ops.grouped import group_sizes
 
@@ -33,7 +33,7 @@ class QuantizedInputExperts:
     class_before: type[nn.Module]
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (plain_class(self).class_before,), self.__dict__
+        return _rebuild, (empty_of(plain_class(self).class_before),), self.__dict__
 
 
 def _forward(
@@ -155,7 +155,7 @@ def _wrapped(forward: Any) -> Any:
     return quantized
 
 
-def _rebuild(own: type[nn.Module]) -> nn.Module:
-    """Return empty experts, whose state pickle sets."""
-    made = _class_of(own)
+def _rebuild(before: nn.Module) -> nn.Module:
+    """Return empty experts, whose state pickle sets; ``before`` has their class of before."""
+    made = _class_of(type(before))
     return made.__new__(made)

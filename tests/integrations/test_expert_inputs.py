@@ -80,6 +80,14 @@ def test_bytes(name, tmp_path):
     assert NAME not in experts._modules
 
 
+def test_experts_prepared_with_inputs_are_pickled(tmp_path):
+    model = dense("qwen3-moe", tmp_path)
+    qtensor.prepare_qat_(model, "mxfp4", activations="mxfp8")
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded.model.layers[0].mlp.experts) is type(model.model.layers[0].mlp.experts)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_compiled_code_and_a_second_calibration(name, tmp_path):
     model = quantized(name, tmp_path)
