@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -83,6 +83,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def restorer(parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """Return a function that gives parameters the bytes that they have now.
+
+    The caller turns gradients off.
+    """
+    before = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    def restore() -> None:
+        for parameter, values in before:
+            parameter.copy_(values)
+
+    return restore
 
 
 def stored_bytes(weight: Tensor, quantizer: Quantizer | None) -> int:

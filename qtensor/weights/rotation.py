@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.core.errors import check, fail
+from qtensor.core.texts import some
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_hook import QUANTIZER, TRANSFORM, set_input_step
 from qtensor.modules.input_transform import InputTransform, hadamard_matrix, rotate
 from qtensor.weights.layers import Filter, WeightLayer, is_experts, weight_layers
-from qtensor.weights.measurement import evaluating
+from qtensor.weights.measurement import evaluating, restorer
 from qtensor.weights.metrics import as_batches, call, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
 from qtensor.weights.pairs import kind_of, layer_pairs
@@ -64,17 +65,18 @@ def rotate_(
         Reports of the layers that were rotated, and of the others with the reason.
 
     Raises:
-        QTensorError: the size is not a power of two, no layer can be rotated, or the outputs moved
-            by more than 1e-3 of the largest one (float32; 0.05 for other dtypes). The model is as
-            before.
+        QTensorError: the size is not a power of two, no layer can be rotated, a layer rotates its
+            inputs already, or the outputs moved by more than 1e-3 of the largest one (float32; 0.05
+            for other dtypes). The model is as before.
     """
     rule, fix = "size is a power of two of at least 16", "Pass 128"
     fits = isinstance(size, int) and size >= LEAST and power_of_two_in(size) == size
     check(fits, OP, rule, repr(size), fix)
+    _check_not_rotated(model)
     layers, skipped = weight_layers(OP, model, filter_fn, plain=True)
     batches = as_batches(OP, "calibration", calibration)
     swapped: list[LayerReport] = []
-    # The last line takes back what is undone otherwise, after each error.
+    # The last line of the block empties the stack; after an error it undoes all changes.
     with evaluating(model), torch.no_grad(), same_random_numbers(model), ExitStack() as undo:
 
         def outputs(some: Sequence[Any] = batches) -> list[Tensor]:
@@ -92,7 +94,7 @@ def rotate_(
             return moved_by(outputs(batches[:1]), want[:1])
 
         for pair in find_pairs(layers, done, size, moved_first) if values else ():
-            undo.callback(pair.restore)
+            undo.callback(restorer(pair.parameters))
             pair.rotate()
             note = f"reads {pair.first}, rotated with it in groups of {pair.size}"
             report = LayerReport(pair.second, shape_of(pair.reader.weight), note)
@@ -105,7 +107,8 @@ def rotate_(
             if reason := _obstacle(layer, group):
                 skipped.append(LayerReport(name or "(root)", layer.features, reason))
                 continue
-            undo.callback(_rotate_online, layer, group, undo=True)
+            undo.callback(restorer(layer.stored))
+            undo.callback(set_input_step, layer.modules[0], TRANSFORM, None)
             _rotate_online(layer, group)
             note = f"its inputs are rotated in groups of {group} at each call"
             swapped.append(LayerReport(name or "(root)", layer.features, note))
@@ -120,6 +123,19 @@ def rotate_(
     return Conversion("rotate_", tuple(swapped), tuple(skipped), ())
 
 
+def _check_not_rotated(model: object) -> None:
+    """Refuse a model that is rotated: a Hadamard matrix is its own inverse."""
+    rotating = []
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        step = module._modules.get(TRANSFORM)
+        if isinstance(step, InputTransform) and step.block:
+            rotating.append(name or "(root)")
+    rule = "a model is rotated once, because a second rotation undoes the first"
+    fix = "Start from the model of before, and rotate all layers in one call"
+    got = f"a rotation of the inputs of {some(rotating)}"
+    check(not rotating, OP, rule, got, fix)
+
+
 def _rotate_residual(
     model: nn.Module, batch: Any, moved: Callable[[], float | None], undo: ExitStack
 ) -> tuple[dict[int, LayerReport], str]:
@@ -132,12 +148,12 @@ def _rotate_residual(
     plan, why = Residual.of(model, batch)
     if plan is None:
         return {}, why
-    before = plan.values()
-    plan.rotate()
-    if (by := moved()) is not None:
-        plan.restore(before)
-        return {}, f"its outputs would move by {by:.1e}: the residual has other readers"
-    undo.callback(plan.restore, before)
+    with ExitStack() as trial:
+        trial.callback(restorer(plan.parameters))
+        plan.rotate()
+        if (by := moved()) is not None:
+            return {}, f"its outputs would move by {by:.1e}: the residual has other readers"
+        undo.enter_context(trial.pop_all())
     note = f"reads the residual, rotated in groups of {plan.size}"
     return {id(p): LayerReport(n, shape_of(p), note) for n, p in plan.readers.items()}, ""
 
@@ -199,12 +215,11 @@ def rotated(x: Tensor, size: int) -> Tensor:
     return rotate(x, hadamard_matrix(size, x.device, x.dtype))
 
 
-def _rotate_online(layer: WeightLayer, size: int, undo: bool = False) -> None:
-    """Rotate a layer's weight and, at each call, its input; or undo it."""
+def _rotate_online(layer: WeightLayer, size: int) -> None:
+    """Rotate a layer's weight and, at each call, its input."""
     (module,), (weight,) = layer.modules, layer.stored
     weight.copy_(rotated(weight.double(), size))
-    step = None if undo else InputTransform(hadamard=size, device=weight.device)
-    set_input_step(module, TRANSFORM, step)
+    set_input_step(module, TRANSFORM, InputTransform(hadamard=size, device=weight.device))
 
 
 class Pair:
@@ -219,9 +234,12 @@ class Pair:
     def __init__(self, first: str, second: str, source: nn.Linear, reader: nn.Linear) -> None:
         self.first, self.second, self.source, self.reader = first, second, source, reader
         self.size = LEAST
-        changed = (source.weight, source.bias, reader.weight)
-        self._changed = [p for p in changed if p is not None]
-        self._before = [p.detach().clone() for p in self._changed]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that ``rotate`` changes."""
+        changed = (self.source.weight, self.source.bias, self.reader.weight)
+        return [parameter for parameter in changed if parameter is not None]
 
     def rotate(self) -> None:
         """Rotate the groups of channels in both layers."""
@@ -229,11 +247,6 @@ class Pair:
         _rotate_dim(self.reader.weight, -1, self.size)
         if self.source.bias is not None:
             _rotate_dim(self.source.bias, -1, self.size)
-
-    def restore(self) -> None:
-        """Put back the weights of before."""
-        for parameter, values in zip(self._changed, self._before, strict=True):
-            parameter.copy_(values)
 
 
 def find_pairs(
@@ -280,13 +293,12 @@ def find_pairs(
 
 def _fits(kind: Sequence[Pair], size: int, moved: Callable[[], float | None]) -> bool:
     """Return whether the model computes the same with rotated pairs; they are put back."""
-    for pair in kind:
-        pair.size = size
-        pair.rotate()
-    same = moved() is None
-    for pair in kind:
-        pair.restore()
-    return same
+    with ExitStack() as trial:
+        trial.callback(restorer(p for pair in kind for p in pair.parameters))
+        for pair in kind:
+            pair.size = size
+            pair.rotate()
+        return moved() is None
 
 
 def _rotate_dim(parameter: Tensor, dim: int, size: int) -> None:
@@ -347,18 +359,11 @@ class Residual:
         pairs = [pair for norm in self.norms for pair in norm.readers.items()]
         return {name.removesuffix(".weight"): parameter for name, parameter in pairs}
 
-    def _changed(self) -> list[Tensor]:
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that ``rotate`` changes."""
         scales: list[Any] = [norm.norm.weight for norm in self.norms]
         return [*self.readers.values(), *(p for p, _ in self.writers), *scales]
-
-    def values(self) -> list[Tensor]:
-        """Return copies of all parameters that ``rotate`` changes."""
-        return [p.detach().clone() for p in self._changed()]
-
-    def restore(self, values: list[Tensor]) -> None:
-        """Put back what ``values`` returned."""
-        for parameter, before in zip(self._changed(), values, strict=True):
-            parameter.copy_(before)
 
     def rotate(self) -> None:
         """Fold the weights of the norms into their readers, and rotate readers and writers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_hook import TRANSFORM
 from qtensor.quantizers import Quantizer
 from qtensor.weights.layers import Filter, WeightLayer, weight_layers
-from qtensor.weights.measurement import evaluating
+from qtensor.weights.measurement import evaluating, restorer
 from qtensor.weights.metrics import as_batches, call, run, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
 from qtensor.weights.pairs import kind_of, layer_pairs
@@ -141,8 +142,10 @@ def smooth_(
         for fold in folds:
             chosen = _search(fold, samples, quantized, alpha)
             if chosen is not None:
-                fold.apply(chosen[0])
                 done.setdefault(fold.name, []).append((fold, chosen))
+        # Nothing changes before the search is over: an error leaves the model as it was.
+        for fold, chosen in (pair for pairs in done.values() for pair in pairs):
+            fold.apply(chosen[0])
     swapped = [report for pairs in done.values() for report in _reports(pairs)]
     rest = [n for n in layers if n not in {report.name for report in swapped}]
     skipped += [LayerReport(n or "(root)", layers[n].features, "no scale helps") for n in rest]
@@ -181,13 +184,12 @@ def find_folds(model: nn.Module, layers: Mapping[str, WeightLayer], batch: Any) 
         if any(name in taken for fold in kind for name in fold.readers):
             continue
         touched = [p for fold in kind for p in _touched(fold)]
-        before = [p.detach().clone() for p in touched]
-        for fold in kind:
-            scale = torch.rand(fold.width, generator=generator, dtype=torch.float64) + 0.5
-            fold.apply(scale.to(touched[0].device))
-        moved = moved_by([call(OP, "calibration[0]", model, batch)], [want])
-        for parameter, values in zip(touched, before, strict=True):
-            parameter.copy_(values)
+        with ExitStack() as trial:
+            trial.callback(restorer(touched))
+            for fold in kind:
+                scale = torch.rand(fold.width, generator=generator, dtype=torch.float64) + 0.5
+                fold.apply(scale.to(touched[0].device))
+            moved = moved_by([call(OP, "calibration[0]", model, batch)], [want])
         if moved is None:
             found += kind
             taken |= {name for fold in kind for name in fold.readers}

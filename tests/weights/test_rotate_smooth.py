@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import qtensor
-from qtensor.modules.input_hook import QUANTIZER, set_input_step
+from qtensor.modules.input_hook import QUANTIZER, TRANSFORM, set_input_step
 from qtensor.modules.input_quantizer import InputQuantizer
 from qtensor.modules.input_transform import InputTransform, _hadamard, hadamard_matrix
 from qtensor.weights.calibration import survey
@@ -330,6 +330,46 @@ def test_errors_leave_the_model(call, rule):
     assert not hasattr(model[0], "input_transform")
 
 
+PREPARATIONS = {
+    "rotate": lambda model: qtensor.rotate_(model, [IDS]),
+    "smooth": lambda model: qtensor.smooth_(model, "nvfp4", [IDS]),
+}
+
+
+@pytest.mark.parametrize("prepare", PREPARATIONS)
+def test_an_interrupt_leaves_the_model(prepare):
+    """The third run of the model is a trial; the sixth follows changes that are final."""
+    model = make("Llama")
+    before = copy.deepcopy(model.state_dict())
+    for stop in (3, 6):
+        runs = iter(range(1, 99))
+
+        def interrupt(module, args, kwargs, runs=runs, stop=stop):
+            if next(runs) == stop:
+                raise KeyboardInterrupt
+
+        handle = model.register_forward_pre_hook(interrupt, with_kwargs=True)
+        with pytest.raises(KeyboardInterrupt):
+            PREPARATIONS[prepare](model)
+        handle.remove()
+        assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_an_error_leaves_the_bytes_of_bfloat16():
+    """Rotated twice, weights of bfloat16 would be rounded twice."""
+
+    class Reader(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + self[0].weight.sum(0)
+
+    torch.manual_seed(0)
+    model = Reader(nn.Linear(64, 64)).bfloat16()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(qtensor.QTensorError, match="outputs that moved by"):
+        qtensor.rotate_(model, [torch.randn(3, 64).bfloat16()])
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
 def test_a_matrix_that_was_first_made_without_gradients_or_data():
     """All transforms of a size share one matrix."""
     _hadamard.cache_clear()
@@ -346,12 +386,18 @@ def test_a_matrix_that_was_first_made_without_gradients_or_data():
 
 def test_a_second_rotation_and_inputs_that_are_quantized():
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(3, 64)
-    qtensor.rotate_(model, [x])
+    x = torch.randn(3, 64)
+    model = make("Llama")
+    qtensor.rotate_(model, [IDS])
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(qtensor.QTensorError, match="0: its inputs have a transform already"):
-        qtensor.rotate_(model, [x])
+    rule = "a model is rotated once.*got a rotation of the inputs of model.layers.0.mlp.down_proj"
+    with pytest.raises(qtensor.QTensorError, match=rule):
+        qtensor.rotate_(model, [IDS])
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    scaled = nn.Sequential(nn.Linear(64, 32))
+    set_input_step(scaled[0], TRANSFORM, InputTransform(torch.ones(64)))
+    with pytest.raises(qtensor.QTensorError, match="0: its inputs have a transform already"):
+        qtensor.rotate_(scaled, [x])
     plain = nn.Sequential(nn.Linear(64, 32))
     qtensor.calibrate(plain, [x], "nvfp4").apply(plain)
     with pytest.raises(qtensor.QTensorError, match="quantized already; calibrate after rotate_"):
