@@ -89,17 +89,22 @@ def changes(model: nn.Module) -> tuple[dict[str, Change], list[LayerReport]]:
     """Return the changes that active adapters of PEFT make, by the names of their layers.
 
     Returns:
-        The changes, and a report of each layer with adapters that cannot be merged.
+        The changes, and a report of each layer with active adapters that cannot be merged.
     """
     found: dict[str, Change] = {}
     skipped: list[LayerReport] = []
     for name, module in _layers_of_peft(model):
-        waiting = _waiting(module)
-        if not waiting:
+        active = _active(module)
+        if not active:
             continue
         own = _layer_name(model, name, module)
         layer = _layer_of(module, own)
+        waiting = _waiting(module)
         reason = _obstacle(module, layer, waiting)
+        if module.disable_adapters:
+            reason = f"its adapters are disabled: {', '.join(active)}"
+        elif not waiting:
+            reason = f"its adapters are merged already: {', '.join(active)}"
         if layer is None or reason:
             features = f"{module.in_features} -> {module.out_features}"
             skipped.append(LayerReport(own, features, reason))
@@ -116,12 +121,17 @@ def _layers_of_peft(model: nn.Module) -> list[tuple[str, Any]]:
     return [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]
 
 
+def _active(module: Any) -> list[str]:
+    """Return the active adapters that a layer has."""
+    known = (*module.lora_A, *module.lora_embedding_A)
+    return [a for a in module.active_adapters if a in known]
+
+
 def _waiting(module: Any) -> list[str]:
-    """Return the active adapters of a layer that are not merged."""
+    """Return the active adapters of a layer that are neither disabled nor merged."""
     if module.disable_adapters:
         return []
-    known = (*module.lora_A, *module.lora_embedding_A)
-    return [a for a in module.active_adapters if a in known and a not in module.merged_adapters]
+    return [a for a in _active(module) if a not in module.merged_adapters]
 
 
 def _layer_name(model: nn.Module, name: str, module: Any) -> str:

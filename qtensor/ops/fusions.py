@@ -142,8 +142,9 @@ def _built(entry: Fusion, ops: Sequence[BasicOperation], key: str) -> FusedOpera
         rule = "the fused operation must replace exactly the operations that were passed"
         got = ", ".join(op.label for op in result.basic_ops) or "none"
         fail(label, rule, got, "Pass them on to FusedOperation.__init__")
+    defined = {"forward": result.has_forward, "backward": result.has_backward}
     for direction in entry.directions:
-        if not getattr(result, f"has_{direction}"):
+        if not defined[direction]:
             rule = f"a {direction} fusion needs an operation with a fused {direction}"
             fail(label, rule, type(result).__name__, f"Define fuser_{direction} in the class")
     return result

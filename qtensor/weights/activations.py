@@ -5,9 +5,7 @@ No activation is kept: an observer holds a few numbers, or one histogram, of eac
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +20,7 @@ from qtensor.weights.calibrated import CalibratedInput, CalibratedKeysValues, Ca
 from qtensor.weights.calibration import run_all
 from qtensor.weights.groups import layer_groups
 from qtensor.weights.layers import Filter, WeightLayer, match, weight_layers
+from qtensor.weights.libraries import observing_caches
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.metrics import as_batches, same_random_numbers
 from qtensor.weights.progress import Shown, progress_of
@@ -292,13 +291,12 @@ class _KeysValues:
     """Run a model of transformers with a cache that observes keys and values and keeps none."""
 
     def __init__(self, model: nn.Module) -> None:
-        kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-        if kind is None or not isinstance(model, kind):
+        self._caches = observing_caches(model)
+        if self._caches is None:
             rule = "kv_cache is for models of transformers, which fill a cache"
             got, fix = type(model).__name__, "Leave kv_cache out"
             fail(OP, rule, got, fix, UnsupportedError)
         self._model = model
-        self._caches = importlib.import_module("qtensor.integrations.observed_cache")
         self._amaxes: dict[int, tuple[float, float]] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,17 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
         yield from _outermost(child, kind)
 
 
+def observing_caches(model: nn.Module) -> Any:
+    """Return the module with the cache that observes keys and values of a model of transformers.
+
+    Models of other libraries fill no cache: None.
+    """
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    if kind is None or not isinstance(model, kind):
+        return None
+    return importlib.import_module("qtensor.integrations.observed_cache")
+
+
 def library_changes(model: nn.Module) -> tuple[dict[str, Any], list[LayerReport]]:
     """Return the changes by name that adapters of PEFT make, and adapters that cannot be merged.
 

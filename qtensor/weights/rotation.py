@@ -107,9 +107,7 @@ def rotate_(
             if reason := _obstacle(layer, group):
                 skipped.append(LayerReport(name or "(root)", layer.features, reason))
                 continue
-            undo.callback(restorer(layer.stored))
-            undo.callback(set_input_step, layer.modules[0], TRANSFORM, None)
-            _rotate_online(layer, group)
+            _rotate_online(layer, group, undo)
             note = f"its inputs are rotated in groups of {group} at each call"
             swapped.append(LayerReport(name or "(root)", layer.features, note))
         reasons = "; ".join(f"{report.name}: {report.note}" for report in skipped[-3:])
@@ -215,9 +213,11 @@ def rotated(x: Tensor, size: int) -> Tensor:
     return rotate(x, hadamard_matrix(size, x.device, x.dtype))
 
 
-def _rotate_online(layer: WeightLayer, size: int) -> None:
+def _rotate_online(layer: WeightLayer, size: int, undo: ExitStack) -> None:
     """Rotate a layer's weight and, at each call, its input."""
     (module,), (weight,) = layer.modules, layer.stored
+    undo.callback(restorer([weight]))
+    undo.callback(set_input_step, module, TRANSFORM, None)
     weight.copy_(rotated(weight.double(), size))
     set_input_step(module, TRANSFORM, InputTransform(hadamard=size, device=weight.device))
 

@@ -59,11 +59,14 @@ def test_merge_lora_of_active_adapters(method):
     if method == "nearest":
         assert_same_tensor(weight.detach(), weight.quantizer(wanted))
     y = model(inputs[0])
+    with pytest.raises(qtensor.QTensorError, match="0: its adapters are merged already: default"):
+        qtensor.merge_lora_(model)
+    assert torch.equal(model(inputs[0]), y)
     plain = model.unload()
     assert type(plain[0]) is nn.Linear
     assert plain[0].weight is weight
     assert torch.equal(plain(inputs[0]), y)
-    with pytest.raises(qtensor.QTensorError, match="needs an active adapter"):
+    with pytest.raises(qtensor.QTensorError, match=r"needs an active adapter.*got none"):
         qtensor.merge_lora_(plain)
 
 
@@ -74,7 +77,7 @@ def test_adapters_that_are_more_than_a_product_stay():
     with pytest.raises(qtensor.QTensorError, match=r"0: its adapter has a bias"):
         qtensor.merge_lora_(adapted(ROUNDED[0], lora_bias=True))
     model.disable_adapter_layers()
-    with pytest.raises(qtensor.QTensorError, match="active adapter that can be merged; got none"):
+    with pytest.raises(qtensor.QTensorError, match="0: its adapters are disabled: default"):
         qtensor.merge_lora_(model)
 
 
