@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,23 @@ def build(isa: str | None = None) -> Path:
         BuildError: no compiler runs, it fails, or the cache cannot be written.
     """
     # Only those who build need compilers and the cache.
+    from qtensor.build.compilers import stop_all  # noqa: PLC0415
     from qtensor.kernels.cpu import prebuilt, sources  # noqa: PLC0415
 
     chosen = sources.choose_isa() if isa is None else isa
     known = ", ".join(sources.ISAS)
     rule = f"isa must be one of {known}"
     check(chosen in sources.ISAS, "kernels.build", rule, repr(isa), "Choose one of them")
-    library = prebuilt.provide(chosen)
-    prebuilt.provide_one(sources.attention_build_spec(chosen))
+    # All at once: the last compilers of one library would leave processors idle.
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(prebuilt.provide_ops)
+        attention = pool.submit(prebuilt.provide_one, sources.attention_build_spec(chosen))
+        try:
+            library = prebuilt.provide(chosen)
+            attention.result()
+        except BaseException:
+            stop_all()
+            raise
     return library
 
 

@@ -128,7 +128,7 @@ def test_one_notice_has_the_time_of_all_that_a_call_compiles(
     assert len(runs(tmp_path)) == len(kernels.units) + len(ops.units) + 2
     (notice,) = told["stderr"].splitlines()
     assert f"its native CPU kernels (once, {seconds(kernels)};" in notice
-    assert (kernels.effort, ops.effort) == (75.0, 0.0)
+    assert (kernels.effort, ops.effort) == (65.0, 0.0)
 
 
 # ---- no compiler -------------------------------------------------------------------------------

@@ -95,11 +95,13 @@ def test_functions_over_plain_tensors(
 
 def test_the_number_of_a_format_is_that_of_its_kernels() -> None:
     """The flags of a piece name the format that C++ compiles, and only its functions' units."""
-    spec = piece_spec("avx2", Piece("dequantize", "Float16", 42016))
-    assert [unit.name for unit in spec.units] == ["c_interface", "dequantize_Float16"]
+    spec = piece_spec("avx2", Piece("dequantize", "Bfloat16", 42016))
+    assert [unit.name for unit in spec.units] == ["c_interface", "dequantize_Bfloat16"]
     assert all("-DQT_FORMAT=42016" in unit.flags for unit in spec.units)
-    names = {unit.name for unit in piece_spec("avx2", Piece("quantize", "Float16", 42016)).units}
-    assert names == {"c_interface", "quantize_Float16", "quantize_Float32"}
+    for function in ("dequantize", "quantize"):
+        widened = piece_spec("avx2", Piece(function, "Float16", 42016))
+        names = {unit.name for unit in widened.units}
+        assert names == {"c_interface", f"{function}_float16", f"{function}_Float32"}
     assert {unit.name for unit in piece_spec("avx512", Piece("linear")).units} == {
         "c_interface",
         "linear",

@@ -149,9 +149,10 @@ def test_no_handler_where_errors_of_torch_pass(tmp_path: Path) -> None:
 
     With such a handler in the kernels, ops that zig had compiled ended the process.
     """
-    (unit,) = [unit for unit in sources.ops_build_spec().units if unit.name == "register"]
+    (unit,) = sources.ops_build_spec().units
+    source = unit.source.with_name("register.cpp")
     assembly = tmp_path / "register.s"
-    command = [*find_cxx().command, *unit.flags, "-fPIC", "-S", str(unit.source)]
+    command = [*find_cxx().command, *unit.flags, "-fPIC", "-S", str(source)]
     subprocess.run([*command, "-o", str(assembly)], check=True)
     functions = re.split(r"^\t\.type\t(\S+), @function$", assembly.read_text(), flags=re.MULTILINE)
     with_handler = {

@@ -78,12 +78,13 @@ def provide(isa: str) -> Path:
     """
     kernels = sources.build_spec(isa)
     library = provide_one(kernels)
-    _provide_ops()
+    provide_ops()
     remove(sources.piece_name(isa))
     return library
 
 
-def _provide_ops() -> None:
+def provide_ops() -> None:
+    """Build the C++ ops if neither the package nor the cache has them; no matter if that fails."""
     with contextlib.suppress(BuildError):
         spec = sources.ops_build_spec()
         # The notice of the kernels counts the time of the ops.
@@ -100,7 +101,7 @@ def provide_once(isa: str) -> None:
     """
     with only_process("background") as is_only:
         if is_only:
-            _provide_ops()
+            provide_ops()
             provide(isa)
 
 

@@ -53,8 +53,9 @@ _COMMON = (
 _BY_DTYPE = ("-fno-gcse", "-fno-schedule-insns2", "-fno-tree-vrp")
 """Flags of the kernels that are compiled for each dtype: these passes of GCC take a seventh of the
 compilation and do not make the kernels faster. Clang has no such passes, and warns."""
-_WIDENED = "quantize_Float16"
-"""Calls the kernels of float32: its own would take a quarter of the whole compilation."""
+_WIDENED = {"quantize": "quantize_float16", "dequantize": "dequantize_float16"}
+"""Sources of float16 that call the kernels of float32: kernels of its own would take a quarter of
+the whole compilation."""
 _OPENMP = ("-fopenmp",) if platform.system() == "Linux" else ()
 
 
@@ -98,26 +99,29 @@ def choose_isa() -> str:
     return requested
 
 
-def units(isa: str) -> tuple[Unit, ...]:
-    """Return the compilations of an instruction set: the C interface, and each kernel by dtype."""
+def _unit(isa: str, source: str, dtype: str = "", *more: str) -> Unit:
+    """Return one compilation; ``dtype`` is "" for sources that serve all dtypes."""
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
-    names = ("c_interface", "linear", "few_rows", "integer_products", "finish")
-    all_units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in names]
-    if isa == "avx512":
-        # Its functions are called on CPUs that have these instructions.
-        dot_flags = (*flags, "-mavx512bf16")
-        all_units.append(Unit(FOLDER / "few_rows_bfloat16.cpp", dot_flags, "few_rows_bfloat16"))
-    for source in ("quantize", "dequantize", "norm", "activation"):
-        for dtype in ("Float32", "Bfloat16", "Float16"):
-            name, dtype_flags = f"{source}_{dtype}", (*flags, *_BY_DTYPE, f"-DQT_DTYPE={dtype}")
-            file = f"{source}.cpp" if name != _WIDENED else "quantize_float16.cpp"
-            all_units.append(Unit(FOLDER / file, dtype_flags, name))
-    return tuple(all_units)
+    if source == "few_rows_bfloat16":
+        flags += ("-mavx512bf16",)  # its functions are called on CPUs that have these instructions
+    if dtype:
+        flags += (*_BY_DTYPE, f"-DQT_DTYPE={dtype}")
+    name = f"{source}_{dtype}" if dtype else source
+    return Unit(FOLDER / f"{source}.cpp", (*flags, *more), name)
+
+
+def units(isa: str) -> tuple[Unit, ...]:
+    """Return the compilations of an instruction set, those that take longest first."""
+    quantizers = [_unit(isa, "quantize", dtype) for dtype in ("Bfloat16", "Float32")]
+    others = [_unit(isa, "by_dtype", dtype) for dtype in ("Bfloat16", "Float32", "Float16")]
+    names = ["few_rows", *(["few_rows_bfloat16"] if isa == "avx512" else [])]
+    names += ["integer_products", "any_dtype"]
+    return (*quantizers, *others, *(_unit(isa, name) for name in names))
 
 
 def headers() -> tuple[Path, ...]:
-    """Return the files that the sources of the kernels include."""
-    return tuple(sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.inc"))))
+    """Return the files that the units include: headers, and sources that are compiled together."""
+    return tuple(sorted(path for path in FOLDER.glob("*.*") if path.suffix != ".md"))
 
 
 def build_spec(isa: str) -> BuildSpec:
@@ -129,16 +133,9 @@ def build_spec(isa: str) -> BuildSpec:
         headers(),
         _OPENMP,
         title="native CPU kernels",
-        # With the 6 seconds of the C++ ops, which are built with them.
-        effort=75.0,
+        # With the 3 seconds of the C++ ops, which are built with them.
+        effort=65.0,
     )
-
-
-_UNITS = {
-    "linear": {"linear", "few_rows", "few_rows_bfloat16", "dequantize_Bfloat16"},
-    "integer_products": {"integer_products"},
-}
-"""Units of the pieces that serve all dtypes."""
 
 
 class Piece(NamedTuple):
@@ -160,18 +157,23 @@ def piece_spec(isa: str, piece: Piece) -> BuildSpec:
     """Return how to build a piece of the library: fast to compile, with the bytes of the whole."""
     flags = ["-O1", "-DQT_PIECE", f"-DQT_{piece.function.upper()}"]
     flags += [f"-DQT_FORMAT={piece.format}"] * (piece.format is not None)
-    kernels = {f"{piece.function}_{piece.dtype}"} if piece.dtype else _UNITS[piece.function]
-    if _WIDENED in kernels:
-        kernels.add("quantize_Float32")
     interface = [f"-DQT_DTYPE={piece.dtype}"] if piece.dtype else []  # The kernels have their own.
-    added = {"c_interface": [*flags, *interface], **dict.fromkeys(kernels, flags)}
-    chosen = tuple(
-        dataclasses.replace(unit, flags=(*unit.flags, *added[unit.name]))
-        for unit in units(isa)
-        if unit.name in added
+    chosen = (
+        _unit(isa, "c_interface", "", *flags, *interface),
+        *(_unit(isa, source, dtype, *flags) for source, dtype in _kernels_of(isa, piece)),
     )
     words = [piece_name(isa), *(str(word) for word in piece if word)]
     return dataclasses.replace(build_spec(isa), name="_".join(words), units=chosen)
+
+
+def _kernels_of(isa: str, piece: Piece) -> list[tuple[str, str]]:
+    """Return the sources of a piece beside c_interface.cpp, each with its dtype."""
+    if piece.function == "linear":
+        dots = [("few_rows_bfloat16", "")] if isa == "avx512" else []
+        return [("linear", ""), ("few_rows", ""), *dots, ("dequantize", "Bfloat16")]
+    if piece.dtype == "Float16" and piece.function in _WIDENED:
+        return [(_WIDENED[piece.function], ""), (piece.function, "Float32")]
+    return [(piece.function, piece.dtype)]
 
 
 def piece_name(isa: str) -> str:
@@ -211,14 +213,12 @@ _OF_OPS = ("structs.h", "denormals.h", "attention/calls.h")
 
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
-    computing = ("quantize_ops", "products", "product_ops", "state_ops", "attention_ops")
-    names = ("torch_abi", *computing, "register")
     flags = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra")
     hidden = ("-fvisibility=hidden", "-DQT_NAMESPACE=ops")
     return BuildSpec(
         "ops",
-        tuple(Unit(_OPS / f"{name}.cpp", (*flags, *hidden), name) for name in names),
+        (Unit(_OPS / "all.cpp", (*flags, *hidden), "ops"),),
         find_cxx,
-        (*sorted(_OPS.glob("*.h")), *(FOLDER / name for name in _OF_OPS)),
+        (*sorted(_OPS.glob("*.*")), *(FOLDER / name for name in _OF_OPS)),
         title="C++ ops",
     )

@@ -3,8 +3,6 @@
 
 namespace QT_NAMESPACE {
 
-constexpr i64 STREAMED =
-    i64(8) << 20;            // outputs that would push everything else out of the cache go around it
 constexpr i64 SLICE = 4096;  // elements of a row without gates that a thread takes at a time
 
 template <class D, int A, bool Gated>

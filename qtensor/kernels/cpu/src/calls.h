@@ -27,7 +27,9 @@ std::unique_ptr<Producer> norm_rows_as(const NormCall& call);
 template <class D>
 bool fused_as(const CQuantizer& quantizer, const QuantizeCall& call, Producer& producer);
 
-// quantize_float16.cpp
+// dequantize_float16.cpp and quantize_float16.cpp
+template <>
+bool dequantize_as<Float16>(const CQuantizer& quantizer, const DequantizeCall& call);
 template <>
 bool quantize_as<Float16>(const CQuantizer& quantizer, const QuantizeCall& call);
 template <>

@@ -1,5 +1,7 @@
 // Which kernel decodes: formats to template arguments; tiles of tensors whose data lie transposed.
 #include "dequantize.h"
+
+#include "calls.h"
 #include "quantize_columns.h"
 #include "scale_layout.h"
 
@@ -331,7 +333,7 @@ static void blocks(const CQuantizer& p, const DequantizeCall& c, bool stream) {
 
 template <class D>
 bool dequantize_as(const CQuantizer& p, const DequantizeCall& c) {
-    const bool stream = c.count * c.cols > (i64(8) << 20);
+    const bool stream = c.count * c.cols > STREAMED;
 #define QT_CALL(E, B, CODES) blocks<D, E, B, CODES>(p, c, stream)
 #define QT_FLOAT8(E) float8<D, E>(p, c, stream)
 #include "formats.inc"

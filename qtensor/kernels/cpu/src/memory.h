@@ -20,6 +20,9 @@ static inline i64 first_cache_bytes() {
     return bytes > 0 ? bytes : 32 << 10;
 }
 
+// Elements of an output that would push everything else out of the cache: stores of more go around it.
+constexpr i64 STREAMED = i64(8) << 20;
+
 // `count` uninitialised elements of a type without a destructor, at a multiple of 64 bytes. 0 elements are a
 // null pointer.
 template <class T>

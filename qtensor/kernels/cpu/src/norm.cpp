@@ -4,9 +4,6 @@
 
 namespace QT_NAMESPACE {
 
-constexpr i64 STREAMED =
-    i64(8) << 20;  // outputs that would push everything else out of the cache go around it
-
 // A vector of floats in the order of the lanes; `fill` where there is none, and behind its end.
 template <class D, bool Pairs>
 static void spread_as(float* out, const typename D::T* values, i64 cols, bool plus_one, float fill) {

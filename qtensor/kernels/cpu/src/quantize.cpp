@@ -5,9 +5,6 @@
 
 namespace QT_NAMESPACE {
 
-constexpr i64 STREAMED =
-    i64(8) << 20;  // outputs that would push everything else out of the cache go around it
-
 template <class D, class E, int B, int Codes>
 static void blocks(const CQuantizer& p, const QuantizeCall& c, bool stream) {
     BlockQuantizer<D, E, B, Codes>(p, c, scale_layout_of(p, c.row, c.rows, c.cols, false),
