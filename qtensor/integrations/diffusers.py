@@ -33,7 +33,9 @@ from qtensor.core.errors import QTensorError, UnsupportedError, fail
 from qtensor.integrations.loading import module_of
 from qtensor.integrations.quantization_config import METHOD
 from qtensor.integrations.transformers import QTensorConfig
+from qtensor.modules.input_transform import undo_transforms
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.weights.calibrated import Calibration
 from qtensor.weights.layers import match
 from qtensor.weights.shown import show_formats
 
@@ -205,11 +207,13 @@ class QTensorQuantizer(DiffusersQuantizer):
         return model
 
     def _dequantize(self, model: nn.Module) -> nn.Module:
-        """Replace quantized parameters by their values."""
+        """Replace quantized parameters by their values; inputs stay as they are from then on."""
         for module in model.modules():
             for key, parameter in list(module._parameters.items()):
                 if isinstance(parameter, QuantizedTensor):
                     module._parameters[key] = nn.Parameter(parameter.detach().dequantize())
+        undo_transforms(model)
+        Calibration.remove(model)
         return model
 
     # ---- saving

@@ -57,6 +57,7 @@ from qtensor.integrations.loading import (
 from qtensor.integrations.methods import forget_text_entry, pretrained_config, take_methods
 from qtensor.integrations.quantization_config import METHOD, QTensorConfig
 from qtensor.integrations.stacking import common_factors, quantize_each
+from qtensor.modules.input_transform import undo_transforms
 from qtensor.storage.rebuild import reshaped, tensor_of
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights.calibrated import Calibration
@@ -214,7 +215,7 @@ class QTensorQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
-        """Replace quantized parameters by their values."""
+        """Replace quantized parameters by their values; inputs stay as they are from then on."""
         self.update_attn_implementation(model.config)
         if isinstance(dtype, str):
             # After a save, model.config.dtype is a name.
@@ -225,6 +226,8 @@ class QTensorQuantizer(HfQuantizer):
                 if _quantized(parameter):
                     values = parameter.detach().dequantize(dtype).contiguous()
                     module._parameters[key] = torch.nn.Parameter(values)
+        undo_transforms(model)
+        Calibration.remove(model)
         return model
 
     # ---- saving

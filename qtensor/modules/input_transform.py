@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtensor.core.errors import check
 from qtensor.core.torch_state import has_modes
-from qtensor.modules.input_hook import InputStep
+from qtensor.modules.input_hook import TRANSFORM, InputStep, set_input_step
 from qtensor.storage.base import QuantizedTensorStorage
 
 
@@ -84,6 +84,17 @@ class InputTransform(InputStep):
         """Return what the transform does for the repr of the module."""
         parts = ["scale"] if self.scale is not None else []
         return ", ".join([*parts, *([f"hadamard={self.block}"] if self.block else [])])
+
+
+def undo_transforms(model: nn.Module) -> None:
+    """Let all layers of a model take their inputs as they are; plain weights change accordingly."""
+    for module in model.modules():
+        transform = module._modules.get(TRANSFORM)
+        if isinstance(transform, InputTransform):
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            with torch.no_grad():
+                weight.copy_(transform.into_weight(weight.float()))
+            set_input_step(module, TRANSFORM, None)
 
 
 def rotate(x: Tensor, matrix: Tensor) -> Tensor:

@@ -87,8 +87,12 @@ def test_modules_to_not_convert_and_dequantize(tmp_path):
     assert not any("proj_out" in key or "attn." in key for key in found)
     result = run(made)
     values = {key: parameter.detach().dequantize() for key, parameter in found.items()}
+    name = next(iter(found)).removesuffix(".weight")
+    inputs = {name: qtensor.weights.CalibratedInput("mxfp8")}
+    qtensor.Calibration(inputs).apply(made)
     made.dequantize()
     assert not quantized(made)
+    assert not any("input_quantizer" in name for name, _ in made.named_modules())
     for key, want in values.items():
         assert torch.equal(made.get_parameter(key), want)
     torch.testing.assert_close(run(made), result, rtol=0.05, atol=0.05)

@@ -119,6 +119,20 @@ def test_a_rotated_model_is_saved_with_its_rotations(tmp_path, name):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_a_dense_model_prepares_no_inputs(tmp_path):
+    """``model.dequantize()`` gives the weights of ``checkpoints.dequantize``."""
+    model = rotated("llama", tmp_path / "ct")
+    plain = model(IDS).logits
+    qtensor.calibrate(model, [IDS], "nvfp4", filter_fn=keep).apply(model)
+    checkpoints.dequantize(tmp_path / "ct", tmp_path / "converted", dtype=torch.bfloat16)
+    model.dequantize().save_pretrained(tmp_path / "plain")
+    folders = (tmp_path / "plain", tmp_path / "converted")
+    first, second = (load(folder).state_dict() for folder in folders)
+    assert first.keys() == second.keys() == model.state_dict().keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.testing.assert_close(model(IDS).logits, plain, rtol=0, atol=0.02)
+
+
 @pytest.mark.nightly(reason="starts another Python, which imports compressed-tensors")
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_the_library_compressed_tensors_runs_a_rotated_model(tmp_path, name):
