@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from qtensor.core.buffer_shapes import rows_cols
 from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.graphs import without_graphs
 from qtensor.core.texts import some
 from qtensor.debug.error_report import compare_chunk, decibel
 from qtensor.debug.layers import clean_name, find_layers, run_by, unwrapped
@@ -166,7 +166,7 @@ def compare(
     ran_in_b: set[str] = set()
     result = Comparison()
     scores = Scores()
-    with torch.no_grad(), _eager():
+    with torch.no_grad(), without_graphs():
         for args, kwargs in calls:
             # The random state is restored after the first run: dropout is equal in both.
             with torch.random.fork_rng(devices=_devices()):
@@ -227,14 +227,6 @@ def _modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.M
 def _devices() -> list[int]:
     ready = torch.cuda.is_available() and torch.cuda.is_initialized()
     return [torch.cuda.current_device()] if ready else []
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which compiled code runs in eager mode, because it ignores hooks."""
-    # Without Dynamo nothing is compiled, and importing it takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager

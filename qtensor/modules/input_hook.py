@@ -8,6 +8,8 @@ from typing import Any, Self, cast
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from qtensor.core.graphs import forget_graphs
+
 TRANSFORM, QUANTIZER = "input_transform", "input_quantizer"
 """Names of submodules of a layer, in the order in which they see the input."""
 _HANDLE = "_input_hook"
@@ -41,7 +43,10 @@ def _prepare_input(
 
 
 def set_input_step(layer: nn.Module, name: str, step: InputStep | None) -> None:
-    """Let a linear layer prepare its inputs by a submodule, or no longer if it is None."""
+    """Let a linear layer prepare its inputs by a submodule, or no longer if it is None.
+
+    Code that is compiled already is compiled again at its next call.
+    """
     layer._modules.pop(name, None)
     if step is not None:
         layer.add_module(name, step)
@@ -51,3 +56,4 @@ def set_input_step(layer: nn.Module, name: str, step: InputStep | None) -> None:
         layer.__dict__[_HANDLE] = handle
     if not steps and _HANDLE in layer.__dict__:
         cast(RemovableHandle, layer.__dict__.pop(_HANDLE)).remove()
+    forget_graphs()

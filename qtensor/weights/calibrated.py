@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
@@ -52,6 +53,10 @@ class CalibratedInput:
         if self.amax is None or self.scale_inv is not None:
             return self.scale_inv
         return factor_from_amax(input_format("CalibratedInput", self.format), self.amax)
+
+    def quantizer(self, device: torch.types.Device = None) -> InputQuantizer:
+        """Return the module that quantizes inputs so, with its factors on a device."""
+        return InputQuantizer(self.format, self.amax, self.scale_inv, device)
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,12 @@ class Calibration:
             rule = "the inputs of single layers and of whole stacks of experts are quantized"
             fix = "Leave the layers out with filter_fn"
             fail("Calibration.apply", rule, some(several), fix, UnsupportedError)
+        # An illegal format or factor raises an error before a layer is changed.
+        made = {
+            (name, module): self.inputs[name].quantizer(next(module.parameters()).device)
+            for name in chosen
+            for module in layers[name].modules
+        }
         swapped, skipped = [], []
         stacks: dict[nn.Module, dict[str, InputQuantizer]] = {}
         for name, layer in layers.items():
@@ -119,8 +130,7 @@ class Calibration:
                 skipped.append(LayerReport(name or "(root)", layer.features, note))
                 continue
             for module in layer.modules:
-                device = next(module.parameters()).device
-                own = InputQuantizer(found.format, found.amax, found.scale_inv, device)
+                own = made[name, module]
                 if layer.stacked:
                     steps = stacks.setdefault(module, expert_quantizers(module))
                     steps[layer.parameters[0]] = own
@@ -181,7 +191,7 @@ class Calibration:
                 raise ValueError(f"version {value['qtensor_calibration']}")
             inputs = {name: CalibratedInput(**own) for name, own in value["inputs"].items()}
             for own in inputs.values():
-                InputQuantizer(own.format, own.amax, own.scale_inv)
+                own.quantizer()
             keys = {n: CalibratedKeysValues(**own) for n, own in value["keys_values"].items()}
             return cls(inputs, keys, value["note"])
         except (ValueError, KeyError, TypeError, AttributeError, QTensorError) as error:

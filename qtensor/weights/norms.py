@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qtensor.core.graphs import without_graphs
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.weights.layers import STACKS, is_experts
 from qtensor.weights.metrics import run
@@ -125,7 +126,7 @@ def find_norms(op: str, model: nn.Module, batch: Any) -> list[NormReaders]:
         for name, module in model.named_modules():
             if is_experts(module):
                 stack.callback(module.register_forward_pre_hook(experts(name)).remove)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_graphs())
         stack.enter_context(_Readers(norm_of, model))
         run(op, "calibration[0]", model, batch)
     return [norm for norm in norms.values() if norm.readers]

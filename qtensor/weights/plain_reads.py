@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, set_stance
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from qtensor.core.graphs import without_graphs
 from qtensor.core.texts import some
 from qtensor.weights.aware import QuantizationAware
 
@@ -79,7 +80,7 @@ def _begin(model: nn.Module, args: tuple[Any, ...]) -> None:
     if is_compiling() or not torch.is_grad_enabled() or model.__dict__[_WATCH][2] is not None:
         return
     with ExitStack() as stack:
-        stack.enter_context(set_stance("force_eager"))
+        stack.enter_context(without_graphs())
         mode = stack.enter_context(_PlainReads(model))
         model.__dict__[_WATCH][2] = _Watch(mode, stack.pop_all())
 

@@ -14,6 +14,7 @@ from torch.backends import mha
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qtensor.core.graphs import without_graphs
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.weights.layer_inputs import inputs_of
@@ -74,7 +75,7 @@ def visiting(
         # Hooks do not run in fused layers, nor in graphs that were compiled without them.
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_graphs())
         yield padding
 
 

@@ -106,6 +106,22 @@ def test_compiled_code_gives_the_bytes_of_eager(weight, inputs):
     assert graphs.frame_count == 1
 
 
+def test_compiled_code_sees_steps_that_come_and_go():
+    """torch does not check which hooks a module has, and would run the old graph."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    plain = compiled(x)
+    calibration = qtensor.calibrate(model, [x], "mxfp4")
+    calibration.apply(model)
+    assert not torch.equal(model(x), plain)
+    assert torch.equal(compiled(x), model(x))
+    qtensor.Calibration.remove(model)
+    assert torch.equal(compiled(x), plain)
+    qtensor.rotate_(model, [x])
+    torch.testing.assert_close(compiled(x), plain)
+
+
 def test_a_module_of_qtensor():
     recipe = qtensor.recipes.Float8CurrentScaling()
     made = qtensor.Linear(64, 32, recipe=recipe, quantized_params=True)

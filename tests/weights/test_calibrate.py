@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import qtensor
+from qtensor.weights import CalibratedInput
 
 
 class Attention(nn.Module):
@@ -235,6 +236,10 @@ def test_apply_remove_save_and_load(tmp_path):
     assert torch.equal(model(batches()[0]), plain)
     with pytest.raises(qtensor.QTensorError, match="every layer of the calibration"):
         loaded.apply(nn.Sequential(nn.Linear(4, 4)))
+    wrong = {"q_proj": CalibratedInput("mxfp8"), "k_proj": CalibratedInput("mxfp9")}
+    with pytest.raises(qtensor.QTensorError, match="mxfp9"):
+        qtensor.Calibration(wrong).apply(model)
+    assert not qtensor.Calibration.of(model).inputs
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(qtensor.QTensorError, match=r"Calibration\.save wrote"):
         qtensor.Calibration.load(tmp_path / "other.json")
