@@ -208,6 +208,9 @@ def _check(change: Change, method: str) -> None:
     if tuple(delta.shape) != tuple(weight.shape):
         rule = f"the change of {name} has the shape of its weight, {tuple(weight.shape)}"
         fail(OP, rule, tuple(delta.shape), "Pass A (r, K) and B (N, r) of this layer")
+    if delta.is_meta or weight.is_meta:
+        rule, fix = "weights and adapters hold data", "Load them first"
+        fail(OP, rule, f"a tensor on the device meta, of {name}", fix)
     if not delta.isfinite().all():
         rule = "a change must be finite"
         fail(OP, rule, f"NaN or inf in the adapter of {name}", "Repair it, or leave it out")

@@ -165,10 +165,12 @@ def comparable(op: str, outputs: list[Tensor]) -> list[Tensor]:
     """Return the outputs of a model, if later ones can be compared with each.
 
     Raises:
-        QTensorError: an output is NaN or empty.
+        QTensorError: an output is NaN or empty, or on the device meta.
     """
     rule = "the outputs of the model must show whether it computes the same"
     for i, output in enumerate(outputs):
+        data = f"output of calibration[{i}] has no data: it is on the device meta"
+        check(not output.is_meta, op, rule, data, "Load the weights first")
         got = f"{'NaN in the' if output.numel() else 'an empty'} output of calibration[{i}]"
         fits = output.numel() > 0 and not bool(output.isnan().any())
         check(fits, op, rule, got, "Leave this input out, or repair it")

@@ -313,6 +313,7 @@ def test_a_rotated_layer_is_a_module_like_others():
         (lambda m, x: qtensor.rotate_(m, [x / 0]), r"NaN in the output of calibration\[0\]"),
         (lambda m, x: qtensor.rotate_(m, [x[:0]]), r"an empty output of calibration\[0\]"),
         (lambda m, x: qtensor.smooth_(m, "mxfp4", [x[:0]]), "an empty output"),
+        (lambda m, x: qtensor.rotate_(copy.deepcopy(m).to("meta"), [x.to("meta")]), "no data"),
         (lambda m, x: qtensor.rotate_(m, []), "at least one input"),
         (lambda m, x: qtensor.rotate_(m, [x], lambda layer, name: False), "must allow a rotation"),
         (lambda m, x: qtensor.smooth_(m, "mxfp4", [x], alpha=2), "alpha is a number from 0 to 1"),

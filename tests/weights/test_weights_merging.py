@@ -302,6 +302,7 @@ ERRORS = {
     "limit": ({"warn_below": "half"}, "warn_below is a number from 0 on; got 'half'"),
     "dict": ({"adapters": [factors(48, 72)]}, "a dict from names"),
     "nan": ({"adapters": {"q": (torch.full((4, 72), torch.nan), torch.ones(48, 4))}}, "NaN or inf"),
+    "meta": ({"adapters": {"q": [t.to("meta") for t in factors(48, 72)]}}, "hold data; got a tens"),
 }
 
 
