@@ -269,6 +269,7 @@ _FUNCTIONS = (
     "qt_quantize",
     "qt_dequantize",
     "qt_linear",
+    "qt_linear_all",
     "qt_integer_products",
     "qt_sum_rows",
     "qt_finish",

@@ -42,8 +42,8 @@ FORMATS: list[tuple[str, Options]] = [
     ("nvfp4", {"with_2d_quantization": True}),
     ("nvfp4", {"with_global_scale_inv": True}),
 ]
-SHAPES = ((70, 33, 48), (3, 64, 100), (65, 130, 257), (130, 40, 384))
-"""(M, N, K) around panels and blocks; one K is odd."""
+SHAPES = ((70, 33, 48), (3, 64, 100), (65, 130, 257), (130, 40, 384), (7, 1100, 300))
+"""(M, N, K) around panels and blocks; one K is odd, and the last has several strips and bands."""
 USAGES = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}}
 
 formats = pytest.mark.parametrize(
@@ -81,7 +81,9 @@ def test_a_plain_operand(fmt: str, options: Options, layout: str, direction: str
     for turn, (m, n, k) in enumerate(SHAPES):
         torch.manual_seed(turn)
         size = (n, k) if layout == "TN" else (k, n)
-        b, x = matrix(*size, fmt, options, **USAGES[direction]), torch.randn(m, k).bfloat16()
+        # Small enough for float16 to hold the sums.
+        x = torch.randn(m, k).bfloat16() / 64
+        b = matrix(*size, fmt, options, **USAGES[direction])
         if not is_served(x, b, layout):
             assert any(word in said(x, b, layout) for word in ("along the contraction", "matrix"))
             continue
@@ -127,6 +129,19 @@ def test_both_quantized(fmt: str, options: Options, layout: str) -> None:
                 same_bits(by_name(a, b, layout), got)
         if "chosen" in said(a, b, layout):
             same_bits(qtensor.gemm(a, b, layout, dtype=torch.float32), got)
+
+
+@pytest.mark.parametrize("rows", [(50, 60, 40, 50), (5, 5, 5, 6, 5, 5, 5, 5, 5), (190, 3, 0, 4)])
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_blockwise", "mxfp4", "nvfp4"])
+def test_matrices_that_share_the_threads(fmt: str, rows: tuple[int, ...]) -> None:
+    """Each is computed whole by one thread, or, where one is most of the work, by all threads."""
+    weights = qtensor.quantize(torch.randn(len(rows), 200, 260), fmt)
+    x = torch.randn(sum(rows), 260).bfloat16()
+    ends = torch.tensor(rows).cumsum(0).to(torch.int32)
+    with threads(3):
+        got = torch.nn.functional.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    for i, (part, one) in enumerate(zip(x.split(rows), got.split(rows), strict=True)):
+        same_bits(torch.nn.functional.linear(part, weights[i]), one)
 
 
 @pytest.mark.parametrize("count", [None, 3])

@@ -20,6 +20,8 @@ from qtensor.kernels.cpu.structs import CQuantizer, c_quantizer
 _ARGUMENTS = struct.Struct("=27q")
 _ONE_THREAD = 1 << 21
 """Up to this many products of elements, one thread computes them."""
+_LEAST_LINES = 4
+"""Packing the right operand counts as the products of so many lines of the left one."""
 
 
 class Lines(NamedTuple):
@@ -61,7 +63,7 @@ def integer_products_(a: Lines, b: Lines, length: int, bias: Tensor | None, out:
     left, right = _readable(a, length), _readable(b, length)
     if isinstance(kernels, str) or code is None or not fits or left is None or right is None:
         return False
-    work = a.number * b.number * length
+    work = max(a.number, _LEAST_LINES) * b.number * length
     packed = _ARGUMENTS.pack(
         ctypes.addressof(_struct(a.canonical)),
         ctypes.addressof(_struct(b.canonical)),

@@ -53,6 +53,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("qt_norm", "qt_sum_rows", "qt_activation"), (_POINTER, _SIZE)),
     "qt_fused": (_POINTER, _POINTER, _SIZE, ctypes.c_char_p),
+    "qt_linear_all": (_POINTER, _SIZE, _SIZE),
     "qt_finish": (_POINTER,),
     "qt_widen": (_POINTER, _SIZE, _SIZE, _POINTER),
 }

@@ -42,7 +42,7 @@ MOST_ROWS = 64
 ONE_THREAD = 1 << 19
 """Tensors with up to this many elements use one thread: waking another one costs more time."""
 _PRODUCTS = 4
-"""So many multiplications of dot products count as one element for ``ONE_THREAD``."""
+"""So many multiplications count as one element for ``ONE_THREAD``."""
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")
@@ -364,7 +364,7 @@ def linear_(
     read = layout.read_positions(columnwise)
     if isinstance(kernels, str) or pointers is None or not pointers[read[0]]:
         return False
-    work = layout.rows * layout.cols if few else count * columns * length // _PRODUCTS
+    work = max(count, _PRODUCTS) * columns * length // _PRODUCTS
     status = kernels.handle.qt_linear(
         _LINEAR.pack(
             layout.address,

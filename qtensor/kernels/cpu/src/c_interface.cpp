@@ -8,6 +8,7 @@
 #include "calls.h"
 #include "denormals.h"
 #include "simd.h"
+#include "threads.h"
 
 using namespace QT_NAMESPACE;
 
@@ -21,7 +22,7 @@ using namespace QT_NAMESPACE;
 #define QT_FUSED
 #endif
 
-constexpr int ABI = 8;
+constexpr int ABI = 9;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
 template <class Arguments>
@@ -64,6 +65,21 @@ static int call_kernel([[maybe_unused]] i64 dtype, const F& f) {
     }
 }
 
+#ifdef QT_LINEAR
+static int run_linear(const LinearArguments& a, i64 threads) {
+    const LinearCall call{
+        a.x,          i32(a.x_dtype), a.stride,          a.m,    a.k, a.n,          buffers_of(a.weight),
+        a.scale_inv,  a.row_factors,  a.row_factor_step, a.bias, a.y, i32(a.dtype), i32(threads),
+        i32(a.across)};
+    const KeepDenormals scope;
+    try {
+        return (a.few ? few_rows : linear)(*a.quantizer, call) ? DONE : NO_KERNEL;
+    } catch (const std::bad_alloc&) {
+        return OUT_OF_MEMORY;
+    }
+}
+#endif
+
 extern "C" {
 
 int qt_abi() { return ABI * 1000 + int(sizeof(CQuantizer)); }
@@ -84,16 +100,20 @@ int qt_quantize(const void* packed) {
 // x @ weight: `few` asks for the order of sums of few rows.
 int qt_linear(const void* packed) {
     const LinearArguments a = unpack<LinearArguments>(packed);
-    const LinearCall call{
-        a.x,          i32(a.x_dtype), a.stride,          a.m,    a.k, a.n,          buffers_of(a.weight),
-        a.scale_inv,  a.row_factors,  a.row_factor_step, a.bias, a.y, i32(a.dtype), i32(a.threads),
-        i32(a.across)};
-    const KeepDenormals scope;
-    try {
-        return (a.few ? few_rows : linear)(*a.quantizer, call) ? DONE : NO_KERNEL;
-    } catch (const std::bad_alloc&) {
-        return OUT_OF_MEMORY;
-    }
+    return run_linear(a, a.threads);
+}
+
+// Several products, which share the threads: each thread that is free takes the next one.
+int qt_linear_all(const LinearArguments* calls, i64 count, i64 threads) {
+    std::atomic<i64> next{0};
+    std::atomic<int> status{DONE};
+    parallel(threads, 1, int(threads), [&](i64, i64) {
+        for (i64 i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+            const int ended = run_linear(calls[i], 1);
+            if (ended != DONE) status = ended;
+        }
+    });
+    return status;
 }
 #endif
 
@@ -113,8 +133,9 @@ int qt_integer_products(const void* packed) {
 // Decodes `count` rows from row `first` into y, which holds only these.
 int qt_dequantize(const void* packed) {
     const DequantizeArguments a = unpack<DequantizeArguments>(packed);
-    const DequantizeCall call{a.y,     i32(a.dtype),      i32(a.threads),       a.rows,     a.cols, a.first,
-                              a.count, buffers_of(a.row), buffers_of(a.column), a.scale_inv};
+    const DequantizeCall call{
+        a.y,    i32(a.dtype),      i32(a.threads),       a.rows,     a.cols, a.first, a.count, 0,
+        a.cols, buffers_of(a.row), buffers_of(a.column), a.scale_inv};
     return call_kernel(a.dtype,
                        [&](auto dtype) { return dequantize_as<decltype(dtype)>(*a.quantizer, call); });
 }

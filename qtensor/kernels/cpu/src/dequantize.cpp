@@ -78,13 +78,18 @@ static void float8(const CQuantizer& p, const DequantizeCall& c, bool stream) {
     using T = typename D::T;
     T* y = (T*)c.y;
     if (p.family == TENSOR) {
-        if (c.row.data) {
+        if (c.row.data && c.width == c.cols) {
             const u8* codes = c.row.data + c.first * c.cols;
             parallel(c.count * c.cols, 4096, c.threads,
                      [&](i64 a, i64 b) { decode_one<D, E>(codes + a, b - a, *c.scale_inv, y + a, stream); });
             return;
         }
         const OneDecoder<D, E> one(*c.scale_inv);
+        if (c.row.data)
+            return parallel(c.count, 1, c.threads, [&](i64 a, i64 b) {
+                for (i64 r = a; r < b; r++)
+                    one.run(c.row.data + (c.first + r) * c.cols + c.left, c.width, y + r * c.width, stream);
+            });
         parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
             by_transposed_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
                 one.run(codes, n, y + r * c.cols + k, stream);
@@ -93,26 +98,26 @@ static void float8(const CQuantizer& p, const DequantizeCall& c, bool stream) {
         return;
     }
     if (p.family == ROW && !c.row.data) return transposed_rows<D, E>(c, stream);
-    ColumnFactors<D, E> factors(p.family == COLUMN ? c.cols : 1);
-    if (p.family == COLUMN) factors.fill(c.cols, [&](i64 k) { return c.scale_inv[k]; });
+    ColumnFactors<D, E> factors(p.family == COLUMN ? c.width : 1);
+    if (p.family == COLUMN) factors.fill(c.width, [&](i64 k) { return c.scale_inv[c.left + k]; });
     const auto decode = [&](const u8* codes, i64 r, i64 k, i64 n) {
         if (p.family == ROW)
-            decode_one<D, E>(codes, n, c.scale_inv[c.first + r], y + r * c.cols + k, stream);
+            decode_one<D, E>(codes, n, c.scale_inv[c.first + r], y + r * c.width + k, stream);
         else
-            decode_run<D, E>(codes, n, factors.lanes + k / W, 1, y + r * c.cols + k, stream);
+            decode_run<D, E>(codes, n, factors.lanes + k / W, 1, y + r * c.width + k, stream);
     };
     if (!c.row.data)
         parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) { by_transposed_codes<1>(c, a, b, decode); });
     else
         parallel(c.count, 1, c.threads, [&](i64 a, i64 b) {
-            for (i64 r = a; r < b; r++) decode(c.row.data + (c.first + r) * c.cols, r, 0, c.cols);
+            for (i64 r = a; r < b; r++) decode(c.row.data + (c.first + r) * c.cols + c.left, r, 0, c.width);
         });
 }
 
 // Row k of the 4 rows whose 6-bit codes share bytes; each sum of shifts is one loop, which compilers
 // vectorise.
-static void unpack_row(const u8* line, i64 n, int k, u8* codes) {
-    const u8 *second = line + n, *third = second + n;
+static void unpack_row(const u8* line, i64 stride, i64 n, int k, u8* codes) {
+    const u8 *second = line + stride, *third = second + stride;
     if (k == 0) {
         for (i64 i = 0; i < n; i++) codes[i] = line[i] & 63;
     } else if (k == 1) {
@@ -131,23 +136,24 @@ static void mx_columns(const CQuantizer& p, const DequantizeCall& c, bool stream
     const ScaleLayout s = scale_layout_of(p, c.column, c.cols, c.rows, true);
     const i64 bands = (c.count + MX - 1) / MX;
     parallel(bands, 1, c.threads, [&](i64 a, i64 b) {
-        ColumnFactors<D, E> factors(c.cols);
-        const Array<u8> codes(c.cols);
+        ColumnFactors<D, E> factors(c.width);
+        const Array<u8> codes(c.width);
         for (i64 band = a; band < b; band++) {
             const i64 row0 = c.first + band * MX, n = c.count - band * MX < MX ? c.count - band * MX : MX;
             if (!s.tiles && s.line_stride == 1)
-                factors.template fill_codes<true>(c.cols, s.base + s.at(0, row0 / MX));
+                factors.template fill_codes<true>(c.width, s.base + s.at(c.left, row0 / MX));
             else
-                factors.fill(
-                    c.cols, [&](i64 k) { return bits<float>(e8m0_decode_bits(s.base[s.at(k, row0 / MX)])); });
+                factors.fill(c.width, [&](i64 k) {
+                    return bits<float>(e8m0_decode_bits(s.base[s.at(c.left + k, row0 / MX)]));
+                });
             for (i64 r = row0; r < row0 + n; r++) {
-                const u8* line = c.column.data + r / Codes * unit_of(Codes) * c.cols;
+                const u8* line = c.column.data + r / Codes * unit_of(Codes) * c.cols + c.left;
                 const int k = int(r % Codes);
                 if (Codes == 4) {
-                    unpack_row(line, c.cols, k, codes);
+                    unpack_row(line, c.cols, c.width, k, codes);
                     line = codes;
                 }
-                factors.template run<Codes == 2 ? 2 : 1>(line, c.cols, (T*)c.y + (r - c.first) * c.cols,
+                factors.template run<Codes == 2 ? 2 : 1>(line, c.width, (T*)c.y + (r - c.first) * c.width,
                                                          stream, k);
             }
         }
@@ -299,8 +305,8 @@ static void blocks(const CQuantizer& p, const DequantizeCall& c, bool stream) {
         const bool rotated = p.rotated == ROWWISE;
         const ScaleLayout s = stored_scale_layout_of(p, c.row, c.rows, c.cols, false);
         const i64 stride = line_bytes(c.cols, rotated);
-        const DecodeLines<T> m{
-            c.row.data + c.first * stride, c.count, c.cols, stride, (T*)c.y, c.cols, c.first, 0};
+        const u8* codes = c.row.data + c.first * stride + c.left / B * Decoder::bytes;
+        const DecodeLines<T> m{codes, c.count, c.width, stride, (T*)c.y, c.width, c.first, c.left / B};
         parallel(m.count * ((m.length + B - 1) / B), 4 * W, c.threads,
                  [&](i64 a, i64 b) { Decoder(m, p, s, c.row.amax, rotated, stream).run(a, b); });
     } else if (p.transposed) {
@@ -333,7 +339,7 @@ static void blocks(const CQuantizer& p, const DequantizeCall& c, bool stream) {
 
 template <class D>
 bool dequantize_as(const CQuantizer& p, const DequantizeCall& c) {
-    const bool stream = c.count * c.cols > STREAMED;
+    const bool stream = c.count * c.width > STREAMED;
 #define QT_CALL(E, B, CODES) blocks<D, E, B, CODES>(p, c, stream)
 #define QT_FLOAT8(E) float8<D, E>(p, c, stream)
 #include "formats.inc"

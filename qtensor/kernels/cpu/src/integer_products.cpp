@@ -6,6 +6,7 @@
 namespace QT_NAMESPACE {
 
 constexpr i64 MOST_LEFT = 512;                 // rows of the left operand that are decoded together
+constexpr i64 LEAST_ROWS = 16;                 // of a thread where rows are shared
 constexpr int HEIGHT = QT_ISA == 512 ? 6 : 3;  // rows of the result whose sums fit in the registers
 
 // acc + the products of four bytes of each lane.
@@ -156,23 +157,21 @@ static void multiply_panel(const Left& left, i64 first, i64 end, i64 m0, const P
     if constexpr (R > 1) multiply_panel<B, Fours, (R == 6 ? 4 : R / 2)>(left, first, end, m0, p, n, based, y);
 }
 
-// Decodes the left rows m0 .. m0 + count.
-static void decode_left(const Codes& c, i64 m0, i64 count, u8* integers, float* factors, int threads) {
+// Decodes the left rows m0 + first .. m0 + end to the rows first .. end of `integers` and `factors`.
+static void decode_left(const Codes& c, i64 m0, i64 first, i64 end, u8* integers, float* factors) {
     const VB offset = VB{} + u8(UNSIGNED_LEFT ? c.table.largest : 0);
-    parallel(count, 16, threads, [&](i64 first, i64 end) {
-        const Array<u8> across(c.across_bytes(end - first)), turned((end - first) * up(c.blocks, 4));
-        const Rows rows = rows_of(c, m0 + first, end - first, across);
-        with_codes(c.quantizer, [&](auto six_bits, auto packed) {
-            for (i64 r = first; r < end; r++)
-                for (i64 k = 0; k < c.length; k += PIECE)
-                    decode_piece<six_bits, packed>(c, rows.first + (r - first) * rows.stride, k, offset,
-                                                   integers + r * c.stride + k);
-        });
-        i64 ld = 0;
-        const u8* codes = factor_codes(c, m0 + first, end - first, true, ld, turned);
+    const Array<u8> across(c.across_bytes(end - first)), turned((end - first) * up(c.blocks, 4));
+    const Rows rows = rows_of(c, m0 + first, end - first, across);
+    with_codes(c.quantizer, [&](auto six_bits, auto packed) {
         for (i64 r = first; r < end; r++)
-            decode_factors(c, codes + (r - first) * ld, c.blocks, 1.0f, factors + r * c.blocks);
+            for (i64 k = 0; k < c.length; k += PIECE)
+                decode_piece<six_bits, packed>(c, rows.first + (r - first) * rows.stride, k, offset,
+                                               integers + r * c.stride + k);
     });
+    i64 ld = 0;
+    const u8* codes = factor_codes(c, m0 + first, end - first, true, ld, turned);
+    for (i64 r = first; r < end; r++)
+        decode_factors(c, codes + (r - first) * ld, c.blocks, 1.0f, factors + r * c.blocks);
 }
 
 // Memory of a thread for a panel.
@@ -258,20 +257,26 @@ static void multiply_all(const IntegerArguments& call, const Codes& a, const Cod
     const int threads = int(call.threads);
     for (i64 m0 = 0; m0 < call.m; m0 += MOST_LEFT) {
         const i64 rows = smaller(MOST_LEFT, call.m - m0);
-        decode_left(a, m0, rows, integers, factors, threads);
-        // Rows are shared among threads, too, where there are few panels.
-        const i64 bands = panels < 4 * threads ? smaller(threads, (rows + HEIGHT - 1) / HEIGHT) : 1;
-        parallel(panels * bands, 1, threads, [&](i64 first, i64 end) {
+        const auto run = [&](i64 panel, i64 end, i64 row, i64 last) {
             PanelMemory memory(b);
-            bool based = false;
-            for (i64 i = first, packed = -1; i < end; i++) {
-                const i64 panel = i / bands, band = i % bands, n = panel * PANEL_LINES;
-                if (panel != packed) based = pack<B>(b, n, call.n, unit, offset, memory), packed = panel;
+            for (; panel < end; panel++) {
+                const i64 n = panel * PANEL_LINES;
+                const bool based = pack<B>(b, n, call.n, unit, offset, memory);
                 const Panel p{memory.integers, memory.starts, memory.factors};
-                multiply_panel<B, Fours>(left, rows * band / bands, rows * (band + 1) / bands, m0, p, n,
-                                         based, y);
+                multiply_panel<B, Fours>(left, row, last, m0, p, n, based, y);
             }
-        });
+        };
+        if (panels < 4 * threads && rows >= LEAST_ROWS * threads) {
+            // Rows are dealt out: each thread packs all panels, and reads nothing that another one has made.
+            parallel(rows, HEIGHT, threads, [&](i64 row, i64 last) {
+                decode_left(a, m0, row, last, integers, factors);
+                run(0, panels, row, last);
+            });
+        } else {
+            parallel(rows, 16, threads,
+                     [&](i64 row, i64 last) { decode_left(a, m0, row, last, integers, factors); });
+            parallel(panels, 1, threads, [&](i64 panel, i64 end) { run(panel, end, 0, rows); });
+        }
     }
 }
 

@@ -14,70 +14,68 @@ namespace QT_NAMESPACE {
 #if QT_ISA == 512
 #define BF16_DOT __attribute__((target("avx512bf16")))
 
-constexpr i64 PANEL = 64;            // columns of the result
-constexpr i64 DEPTH = 4096;          // of the contraction, so that a panel stays in the second cache level
-constexpr int HEIGHT = 6;            // rows of the result whose sums fit in the registers
-constexpr i64 BAND_BYTES = 1 << 20;  // least bytes of a band of rows that the next cache level keeps
-constexpr i64 BAND_ROWS = 128;       // blocks begin at multiples of it
+constexpr i64 PANEL = 64;        // columns of the result
+constexpr i64 DEPTH = 4096;      // of the contraction, so that a panel stays in the second cache level
+constexpr int HEIGHT = 6;        // rows of the result whose sums fit in the registers
+constexpr i64 LEAST_ROWS = 32;   // of a thread where rows are shared: each decodes the weight anew
+constexpr i64 STRIP = 8;         // panels whose columns are decoded together, 16 blocks of 32
+constexpr i64 BLOCK_PANELS = 2;  // the panels of the largest block
+constexpr i64 LEAST_BAND = 256, MOST_BAND = 1024;  // rows of a strip, in the second cache level
 
-// x (m, k) whose rows have a whole number of pairs.
-struct PairedRows {
-    const Array<u16> padded;
-    const u16* data;
-    i64 stride;
-
-    explicit PairedRows(const LinearCall& c)
-        : padded(c.k % 2 ? c.m * (c.k + 1) : 0), data((const u16*)c.x), stride(c.stride) {
-        if (!padded) return;
-        for (i64 i = 0; i < c.m; i++) {
-            memcpy(padded + i * (c.k + 1), data + i * stride, sizeof(u16) * size_t(c.k));
-            padded[i * (c.k + 1) + c.k] = 0;
-        }
-        data = padded, stride = c.k + 1;
-    }
+struct RowRange {
+    i64 first, end;
 };
 
-// sums (R, PANEL) += x (R, 2 * pairs) times the packed panel (pairs, PANEL) of pairs.
-template <int R>
-BF16_DOT static void multiply(const u16* x, i64 ldx, const u32* panel, i64 pairs, float* sums, bool first) {
-    __m512 acc[R][4];
+// sums (R, PANEL) += x (R, length) times the first V vectors of columns of a packed panel of pairs.
+template <int R, int V>
+BF16_DOT static void multiply(const u16* x, i64 ldx, const u32* panel, i64 length, float* sums, bool first) {
+    __m512 acc[R][V];
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < 4; j++)
+        for (int j = 0; j < V; j++)
             acc[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + j * 16);
-    for (i64 k = 0; k < pairs; k++) {
-        __m512bh b[4];
-        for (int j = 0; j < 4; j++) b[j] = (__m512bh)_mm512_loadu_si512(panel + k * PANEL + j * 16);
+    i64 k = 0;
+    for (; k + 1 < length; k += 2, panel += PANEL)
         for (int r = 0; r < R; r++) {
-            const __m512bh a = (__m512bh)_mm512_set1_epi32(load<i32>(x + r * ldx + 2 * k));
-            for (int j = 0; j < 4; j++) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], a, b[j]);
+            const __m512bh a = (__m512bh)_mm512_set1_epi32(load<i32>(x + r * ldx + k));
+            for (int j = 0; j < V; j++)
+                acc[r][j] = _mm512_dpbf16_ps(acc[r][j], a, (__m512bh)_mm512_loadu_si512(panel + j * 16));
         }
+    for (int r = 0; r < R && k < length; r++) {
+        const __m512bh a = (__m512bh)_mm512_set1_epi32(x[r * ldx + k]);
+        for (int j = 0; j < V; j++)
+            acc[r][j] = _mm512_dpbf16_ps(acc[r][j], a, (__m512bh)_mm512_loadu_si512(panel + j * 16));
     }
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < 4; j++) _mm512_storeu_ps(sums + r * PANEL + j * 16, acc[r][j]);
+        for (int j = 0; j < V; j++) _mm512_storeu_ps(sums + r * PANEL + j * 16, acc[r][j]);
 }
-static void multiply_rows(i64 rows, const u16* x, i64 ldx, const u32* panel, i64 pairs, float* sums,
+template <int V, int R = HEIGHT>
+static void multiply_rows(i64 rows, const u16* x, i64 ldx, const u32* panel, i64 length, float* sums,
                           bool first) {
-    switch (rows) {
-        case 1:
-            return multiply<1>(x, ldx, panel, pairs, sums, first);
-        case 2:
-            return multiply<2>(x, ldx, panel, pairs, sums, first);
-        case 3:
-            return multiply<3>(x, ldx, panel, pairs, sums, first);
-        case 4:
-            return multiply<4>(x, ldx, panel, pairs, sums, first);
-        case 5:
-            return multiply<5>(x, ldx, panel, pairs, sums, first);
-        default:
-            return multiply<HEIGHT>(x, ldx, panel, pairs, sums, first);
+    if constexpr (R > 1) {
+        if (rows < R) return multiply_rows<V, R - 1>(rows, x, ldx, panel, length, sums, first);
     }
+    multiply<R, V>(x, ldx, panel, length, sums, first);
 }
-// sums (m, PANEL) += x (m, elements from k on) times a packed panel.
-static void multiply_panel(const LinearCall& c, const PairedRows& x, i64 k, const u32* panel, i64 pairs,
-                           float* sums) {
-    for (i64 m = 0; m < c.m; m += HEIGHT)
-        multiply_rows(c.m - m < HEIGHT ? c.m - m : HEIGHT, x.data + m * x.stride + k, x.stride, panel, pairs,
-                      sums + m * PANEL, k == 0);
+// sums (rows, PANEL) += rows of x (`length` elements from k on) times `count` columns of a packed panel.
+static void multiply_panel(const LinearCall& c, const RowRange& rows, i64 k, i64 length, const u32* panel,
+                           i64 count, float* sums) {
+    const auto run = count <= 16 ? multiply_rows<1> : count <= 32 ? multiply_rows<2> : multiply_rows<4>;
+    for (i64 m = rows.first; m < rows.end; m += HEIGHT)
+        run(smaller(rows.end - m, HEIGHT), (const u16*)c.x + m * c.stride + k, c.stride, panel, length,
+            sums + (m - rows.first) * PANEL, k == 0);
+}
+
+// f(first panel, end, rows) in each thread. Panels are dealt out in whole units. Where they are few, rows are
+// dealt out instead, and each thread decodes all panels.
+template <class F>
+static void share(const LinearCall& c, i64 unit, const F& f) {
+    const i64 panels = (c.n + PANEL - 1) / PANEL, vectors = (c.n + 15) / 16;
+    const i64 units = (panels + unit - 1) / unit, of_the_slowest = (units + c.threads - 1) / c.threads * unit;
+    const bool uneven = smaller(of_the_slowest * (PANEL / 16), vectors) * c.threads * 5 > vectors * 6;
+    if (uneven && c.m >= LEAST_ROWS * c.threads)
+        parallel(c.m, 1, c.threads, [&](i64 a, i64 b) { f(0, panels, RowRange{a, b}); });
+    else
+        parallel(panels, unit, c.threads, [&](i64 a, i64 b) { f(a, b, RowRange{0, c.m}); });
 }
 
 // Decodes rows of the weight to bfloat16, without the factors that follow the sums.
@@ -107,9 +105,10 @@ struct WeightRows {
     }
     WeightRows(const WeightRows&) = delete;
 
-    void decode(i64 first, i64 count, u16* out) const {
+    // Rows first .. of the stored matrix, their columns left .. .
+    void decode(i64 first, i64 count, i64 left, i64 width, u16* out) const {
         DequantizeCall part = call;
-        part.first = first, part.count = count, part.y = out;
+        part.first = first, part.count = count, part.left = left, part.width = width, part.y = out;
         dequantize_as<Bfloat16>(quantizer, part);
     }
 };
@@ -136,24 +135,26 @@ static void finish(const LinearCall& c, const float* sums, i64 row, i64 column, 
     }
     memcpy((u16*)c.y + at, narrow, sizeof(u16) * size_t(count));
 }
-static void finish_panel(const LinearCall& c, const WeightRows& weight, const float* sums, i64 column) {
+static void finish_panel(const LinearCall& c, const WeightRows& weight, const RowRange& rows,
+                         const float* sums, i64 column) {
     const i64 count = smaller(c.n - column, PANEL);
     float f[PANEL] = {};
     for (i64 i = 0; i < count; i++)
         f[i] = weight.factors ? weight.factors[(column + i) * weight.factor_step] : 1.0f;
-    for (i64 m = 0; m < c.m; m++) finish(c, sums + m * PANEL, m, column, count, f);
+    for (i64 m = rows.first; m < rows.end; m++)
+        finish(c, sums + (m - rows.first) * PANEL, m, column, count, f);
 }
 
 // A weight (n, k): each panel is decoded from the rows of its columns, and transposed.
-static void along(const LinearCall& c, const WeightRows& weight, const PairedRows& x) {
+static void along(const LinearCall& c, const WeightRows& weight) {
     const i64 pairs = (c.k + 1) / 2, length = 2 * pairs;
-    parallel((c.n + PANEL - 1) / PANEL, 1, c.threads, [&](i64 a, i64 b) {
+    share(c, 1, [&](i64 first, i64 end, const RowRange& m) {
         const Array<u16> rows(PANEL * length);
         const Array<u32> packed(PANEL * smaller(pairs, DEPTH / 2));
-        const Array<float> sums(c.m * PANEL);
-        for (i64 p = a; p < b; p++) {
+        const Array<float> sums((m.end - m.first) * PANEL);
+        for (i64 p = first; p < end; p++) {
             const i64 n0 = p * PANEL, count = smaller(c.n - n0, PANEL);
-            weight.decode(n0, count, rows);
+            weight.decode(n0, count, 0, c.k, rows);
             for (i64 i = count; length > c.k && i-- > 0;) {
                 memmove(rows + i * length, rows + i * c.k, sizeof(u16) * size_t(c.k));
                 rows[i * length + c.k] = 0;
@@ -163,9 +164,9 @@ static void along(const LinearCall& c, const WeightRows& weight, const PairedRow
                 const i64 depth = smaller(pairs - k, DEPTH / 2);
                 transpose<float>((const float*)(u16*)rows + k, pairs, (float*)(u32*)packed, PANEL, PANEL,
                                  depth);
-                multiply_panel(c, x, 2 * k, packed, depth, sums);
+                multiply_panel(c, m, 2 * k, smaller(c.k - 2 * k, 2 * depth), packed, count, sums);
             }
-            finish_panel(c, weight, sums, n0);
+            finish_panel(c, weight, m, sums, n0);
         }
     });
 }
@@ -189,32 +190,37 @@ static void pack_columns(const u16* rows, i64 ld, i64 depth, i64 count, u32* pac
         }
 }
 
-// A weight (k, n): all threads decode a band of its rows, then each multiplies panels of columns with it. A
-// band has as many bytes as the sums, which are read and written once a band.
-static void across(const LinearCall& c, const WeightRows& weight, const PairedRows& x) {
-    const i64 panels = (c.n + PANEL - 1) / PANEL;
-    const i64 wanted = (BAND_BYTES > 4 * c.m * c.n ? BAND_BYTES : 4 * c.m * c.n) / (2 * c.n);
-    const i64 height = smaller(smaller(wanted, DEPTH) / BAND_ROWS * BAND_ROWS + BAND_ROWS, c.k);
-    const Array<u16> band(height * c.n);
-    const Array<float> sums(panels * c.m * PANEL);
-    for (i64 k = 0; k < c.k; k += height) {
-        const i64 depth = smaller(c.k - k, height);
-        parallel(depth, BAND_ROWS / 4, c.threads,
-                 [&](i64 a, i64 b) { weight.decode(k + a, b - a, band + a * c.n); });
-        parallel(panels, 1, c.threads, [&](i64 a, i64 b) {
-            const Array<u32> packed(PANEL * ((depth + 1) / 2));
-            for (i64 p = a; p < b; p++) {
-                const i64 n0 = p * PANEL;
-                pack_columns(band + n0, c.n, depth, smaller(c.n - n0, PANEL), packed);
-                multiply_panel(c, x, k, packed, (depth + 1) / 2, sums + p * c.m * PANEL);
-                if (k + depth == c.k) finish_panel(c, weight, sums + p * c.m * PANEL, n0);
+// A weight (k, n): bands of the rows of a strip of panels are decoded, and packed a panel at a time.
+static void across(const LinearCall& c, const WeightRows& weight) {
+    // A band has about as many bytes as the sums, which are read and written once a band.
+    const i64 height =
+        smaller(c.m > LEAST_BAND / 2 ? smaller(2 * c.m, MOST_BAND) / 128 * 128 : LEAST_BAND, c.k);
+    share(c, BLOCK_PANELS, [&](i64 first, i64 end, const RowRange& m) {
+        const i64 rows = m.end - m.first, most = smaller(STRIP, end - first);
+        const Array<u16> band(height * most * PANEL);
+        const Array<u32> packed(PANEL * ((height + 1) / 2));
+        const Array<float> sums(most * rows * PANEL);
+        for (i64 p = first; p < end; p += STRIP) {
+            const i64 panels = smaller(end - p, STRIP), left = p * PANEL;
+            const i64 width = smaller(c.n - left, panels * PANEL);
+            for (i64 k = 0; k < c.k; k += height) {
+                const i64 depth = smaller(c.k - k, height);
+                weight.decode(k, depth, left, width, band);
+                for (i64 i = 0; i < panels; i++) {
+                    const i64 count = smaller(width - i * PANEL, PANEL);
+                    pack_columns(band + i * PANEL, width, depth, count, packed);
+                    multiply_panel(c, m, k, depth, packed, count, sums + i * rows * PANEL);
+                }
             }
-        });
-    }
+            for (i64 i = 0; i < panels; i++)
+                finish_panel(c, weight, m, sums + i * rows * PANEL, left + i * PANEL);
+        }
+    });
 }
 
 static bool serves(const CQuantizer& p, const LinearCall& c) {
     if (p.rotated == (c.across == COLUMNWISE ? COLUMNWISE : ROWWISE)) return false;
+    if (c.across == COLUMNWISE && p.transposed) return false;  // these codes lie along the contraction
     // Factors of rows of (k, n) do not follow the sums.
     return p.family != (c.across ? ROW : COLUMN) && !(c.across == ROWWISE && p.row_scaled);
 }
@@ -223,7 +229,7 @@ static bool serves(const CQuantizer& p, const LinearCall& c) {
 bool linear([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearCall& c) {
 #if QT_ISA == 512
     if (!__builtin_cpu_supports("avx512bf16") || !serves(p, c)) return false;
-    (c.across ? across : along)(c, WeightRows(p, c), PairedRows(c));
+    (c.across ? across : along)(c, WeightRows(p, c));
     return true;
 #else
     return false;

@@ -97,6 +97,7 @@ struct DequantizeCall {
     i32 dtype, threads;
     i64 rows, cols;
     i64 first, count;     // rows to decode; y holds only these
+    i64 left, width;      // columns of these, from the first of a block on; not where codes lie transposed
     Buffers row, column;  // exactly one has data
     const float* scale_inv;
 };

@@ -93,6 +93,7 @@ struct Kernels {
     int (*quantize)(const QuantizeArguments*);
     int (*dequantize)(const DequantizeArguments*);
     int (*linear)(const LinearArguments*);
+    int (*linear_all)(const LinearArguments*, i64 count, i64 threads);
     int (*integer_products)(const IntegerArguments*);
     int (*sum_rows)(const NormCall*, i64 dtype);
     void (*finish)(const FinishCall*);

@@ -18,20 +18,20 @@ bool add_product(Product& p, Operand& a, Operand& b, Tensors& results) {
 // The products of the matrices of two stacks.
 bool add_products(Product& p, Operand& a, Operand& b, Tensors& results) {
     Stack lefts, rights;
-    if (p.layout != TN || p.bias.handle || !serves(a.shape)) return false;
+    if (p.layout != TN || p.bias.handle || !serves(a)) return false;
     if (!lefts.read(a) || !rights.read(b) || lefts.count() != rights.count()) return false;
-    Scratch first;
-    if (!p.plan(lefts.matrix(0, first), rights.matrix(0, first))) return false;
+    Batch batch;
+    if (!p.plan(lefts.matrix(0, batch.scratch), rights.matrix(0, batch.scratch))) return false;
     // Python decodes whole stacks, and does not decode a stack of x for few rows.
     p.choice &= a.d ? ~(DECODE | FEW_ROWS) : ~DECODE;
     const i64 sizes[3] = {lefts.count(), p.m, p.n};
     u8* y = (u8*)results.add(Shape(3, sizes), p.dtype);
     for (i64 i = 0; i < lefts.count(); i++, y += p.m * p.n * BYTES[p.dtype]) {
         Scratch scratch;
-        Operand &left = lefts.matrix(i, scratch), &right = rights.matrix(i, scratch);
-        if (!multiply(p, left, right, nullptr, y, scratch)) return false;
+        Operand &left = lefts.matrix(i, batch.scratch), &right = rights.matrix(i, batch.scratch);
+        if (!multiply(p, left, right, nullptr, y, scratch, &batch)) return false;
     }
-    return true;
+    return batch.run();
 }
 
 bool optional_tensor(Arguments& call, int i, Tensor& t) { return !call.has(i) || call.tensor(i, t); }
@@ -57,7 +57,7 @@ bool grouped_gemm(Arguments& call, Tensors& results) {
     Product p{};
     p.layout = TN, p.dtype = call.dtype(10);
     if (call.text(9) != "TN" || call.has(11) || !is_float(p.dtype)) return false;
-    if (!a.read(call, 0) || a.d || a.shape.dim != 2 || !serves(a.shape)) return false;
+    if (!a.read(call, 0) || a.d || a.shape.dim != 2 || !serves(a)) return false;
     b.d = quantizer_of(call.text(4));
     if (!b.d || !call.tensors(3, b.buffers) || !call.shape(5, b.shape)) return false;
     const i64 groups = call.word(8), slots = b.d->slots;
@@ -83,6 +83,7 @@ bool grouped_gemm(Arguments& call, Tensors& results) {
     u8* y = (u8*)results.add(Shape(rows, n), p.dtype);
     Operand x;
     x.plain = a.plain;
+    Batch batch;
     for (i64 i = 0; i < groups; i++) {
         if (!sizes[size_t(i)]) continue;
         x.shape = Shape(i64(sizes[size_t(i)]), a.shape.size[1]);
@@ -92,12 +93,12 @@ bool grouped_gemm(Arguments& call, Tensors& results) {
         b.first = size_t(i * slots), b.at = {};
         b.values[0] = b.values[1] = nullptr;
         Scratch scratch;
-        Operand& weight = is_stack ? matrices.matrix(i, scratch) : b;
-        if (!p.plan(x, weight) || !multiply(p, x, weight, nullptr, y, scratch)) return false;
+        Operand& weight = is_stack ? matrices.matrix(i, batch.scratch) : b;
+        if (!p.plan(x, weight) || !multiply(p, x, weight, nullptr, y, scratch, &batch)) return false;
         x.plain.data = (const u8*)x.plain.data + x.shape.size[0] * x.plain.stride[0] * BYTES[x.plain.dtype];
         y += x.shape.size[0] * n * BYTES[p.dtype];
     }
-    return true;
+    return batch.run();
 }
 
 bool weight_gemm(Arguments& call, Tensors& results) {

@@ -78,7 +78,8 @@ Reach lines_of(const Operand& b, Layout layout, View& view) {
 
 // Decodes a (rows, cols) without the factors of its lines, which follow the sums. Lines are rows, or columns
 // where the direction is that of columnwise data.
-bool decode_lines(Operand& a, Direction direction, i64 dtype, Scratch& scratch, LinearArguments& to) {
+bool decode_lines(Operand& a, Direction direction, i64 dtype, Scratch& scratch, LinearArguments& to,
+                  i64 threads = 1) {
     if (!a.find(direction)) return false;
     Description local = *a.d;
     CQuantizer& q = local.quantizer;
@@ -102,11 +103,11 @@ bool decode_lines(Operand& a, Direction direction, i64 dtype, Scratch& scratch, 
     }
     void* values = scratch.get(m * k * BYTES[dtype]);
     to.x = values, to.x_dtype = dtype, to.stride = k;
-    return decode(local, from, direction, m, k, values, dtype, without_scale);
+    return decode(local, from, direction, m, k, values, dtype, without_scale, threads);
 }
 
-bool multiply_few_rows(const Product& p, Operand& a, const View& weight, void* y) {
-    Scratch scratch;
+bool multiply_few_rows(const Product& p, Operand& a, const View& weight, void* y, Batch& batch) {
+    Scratch& scratch = batch.scratch;
     LinearArguments l{};
     if (a.d) {
         if (!decode_lines(a, BY_ROWS, FLOAT32, scratch, l)) return false;
@@ -115,15 +116,14 @@ bool multiply_few_rows(const Product& p, Operand& a, const View& weight, void* y
         if (!x.read(a.plain, scratch)) return false;
         l.x = x.data, l.x_dtype = x.dtype, l.stride = x.stride;
     }
-    u32 threads = 1;
-    if (p.n * p.k > MOST) check(torch.torch_get_num_threads(&threads));
     l.quantizer = &weight.d->quantizer;
-    l.m = p.m, l.k = p.k, l.n = p.n, l.threads = threads;
+    l.m = p.m, l.k = p.k, l.n = p.n, l.threads = p.threads();
     l.weight = weight.buffers();
     l.scale_inv = weight.at.scale_inv();
     l.bias = p.bias_values(scratch);
     l.y = y, l.dtype = p.dtype, l.few = 1;
-    return kernels.linear(&l) == 0;
+    batch.add(l);
+    return true;
 }
 
 // ---- integers
@@ -173,10 +173,11 @@ bool multiply_integers(const Product& p, Operand& a, Operand& b, void* y, Scratc
 // ---- dot products
 
 // Reads the left operand as bfloat16 rows along the contraction.
-bool read_bfloat16(Operand& a, Layout layout, Scratch& scratch, LinearArguments& to) {
+bool read_bfloat16(const Product& p, Operand& a, Scratch& scratch, LinearArguments& to) {
     if (a.d) {
-        const Direction direction = layout == NT ? BY_COLUMNS : BY_ROWS;
-        if (!decode_lines(a, direction, BFLOAT16, scratch, to)) return false;
+        const Direction direction = p.layout == NT ? BY_COLUMNS : BY_ROWS;
+        const i64 threads = p.m * p.k > ONE_THREAD_DECODES ? p.threads() : 1;
+        if (!decode_lines(a, direction, BFLOAT16, scratch, to, threads)) return false;
         if (!has_normal_factors(*a.d, direction, a.shape, a.at)) return false;
     } else {
         Rows x;
@@ -184,7 +185,7 @@ bool read_bfloat16(Operand& a, Layout layout, Scratch& scratch, LinearArguments&
         to.x = x.data, to.x_dtype = x.dtype, to.stride = x.stride;
     }
     if (to.x_dtype != BFLOAT16) return false;
-    if (layout != NT) return true;
+    if (p.layout != NT) return true;
     const i64 k = a.shape.rows(), m = a.shape.cols();
     u16* turned = (u16*)scratch.get(k * m * i64(sizeof(u16)));
     for (i64 row = 0; row < m; row += 32)
@@ -195,10 +196,10 @@ bool read_bfloat16(Operand& a, Layout layout, Scratch& scratch, LinearArguments&
     return true;
 }
 
-bool multiply_dots(const Product& p, Operand& a, Operand& b, void* y) {
-    Scratch scratch;
+bool multiply_dots(const Product& p, Operand& a, Operand& b, void* y, Batch& batch) {
+    Scratch& scratch = batch.scratch;
     LinearArguments l{};
-    if (!read_bfloat16(a, p.layout, scratch, l)) return false;
+    if (!read_bfloat16(p, a, scratch, l)) return false;
     const bool both = a.d && b.d;
     const Direction own = !both ? OWN : p.layout == TN ? BY_ROWS : BY_COLUMNS;
     const bool columns = b.d->columnwise[own];
@@ -217,7 +218,8 @@ bool multiply_dots(const Product& p, Operand& a, Operand& b, void* y) {
     l.m = p.m, l.k = p.k, l.n = p.n, l.threads = p.threads();
     l.bias = p.bias_values(scratch);
     l.y = y, l.dtype = p.dtype;
-    return kernels.linear(&l) == 0;
+    batch.add(l);
+    return true;
 }
 
 // ---- decoded operands
@@ -276,15 +278,34 @@ bool multiply_decoded(const Product& p, Operand& a, Operand& b, Handle out, void
 
 }  // namespace
 
-bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch) {
+bool Batch::run() const {
+    i64 most = 0, all = 0;
+    for (const LinearArguments& l : calls_) {
+        most = std::max(most, l.m * l.n * l.k);
+        all += l.m * l.n * l.k;
+    }
+    const i64 threads = calls_.size() > 1 && all > ONE_THREAD_PRODUCTS ? all_threads() : 1;
+    // Where one product is much of the work, all threads share each.
+    if (threads > 1 && most * threads * 2 <= all * 3)
+        return kernels.linear_all(calls_.data(), i64(calls_.size()), threads) == 0;
+    for (const LinearArguments& l : calls_)
+        if (kernels.linear(&l)) return false;
+    return true;
+}
+
+bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch, Batch* batch) {
+    if (!batch) {
+        Batch single;
+        return multiply(p, a, b, out, y, scratch, &single) && single.run();
+    }
     if (p.choice & INTEGER) return multiply_integers(p, a, b, y, scratch);
     if (p.choice & FEW_ROWS) {
         View weight;
         const Reach reach = lines_of(b, p.layout, weight);
-        if (reach == READABLE) return multiply_few_rows(p, a, weight, y);
+        if (reach == READABLE) return multiply_few_rows(p, a, weight, y, *batch);
         if (reach == NEITHER) return false;
     }
-    if (p.choice & DOTS) return multiply_dots(p, a, b, y);
+    if (p.choice & DOTS) return multiply_dots(p, a, b, y, *batch);
     return p.choice & DECODE && multiply_decoded(p, a, b, out, y, scratch);
 }
 

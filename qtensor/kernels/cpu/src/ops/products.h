@@ -6,8 +6,17 @@
 
 namespace ops {
 
-// Up to this many products of elements, one thread computes them (integer_products.py, native.py).
+// Up to this many products of elements, and MOST elements of the right operand, one thread computes them
+// (integer_products.py, native.py).
 constexpr i64 ONE_THREAD_PRODUCTS = 1 << 21;
+// Up to this many elements, one thread decodes an operand of a product.
+constexpr i64 ONE_THREAD_DECODES = 1 << 16;
+
+inline i64 all_threads() {
+    u32 count;
+    check(torch.torch_get_num_threads(&count));
+    return count;
+}
 
 // An operand of a product: a plain tensor, or a quantized one by its buffers.
 struct Operand {
@@ -37,6 +46,12 @@ struct Operand {
     }
 };
 
+// Returns whether the ops multiply a left operand: plain ones have no largest size.
+inline bool serves(const Operand& a) {
+    if (a.d) return serves(a.shape);
+    return a.shape.dim > 0 && a.shape.dim <= MAX_LOGICAL_DIM && a.shape.elements() > 0;
+}
+
 // a and b in a layout of the op gemm to y (m, n).
 struct Product {
     Layout layout;
@@ -46,7 +61,7 @@ struct Product {
 
     // Returns false if the shapes do not fit each other, or if Python must compute the product.
     bool plan(const Operand& a, const Operand& b) {
-        if (b.shape.dim != 2 || !serves(a.shape) || (layout == NT && a.shape.dim != 2)) return false;
+        if (b.shape.dim != 2 || !serves(a) || (layout == NT && a.shape.dim != 2)) return false;
         m = layout == NT ? a.shape.cols() : a.shape.rows();
         k = layout == NT ? a.shape.rows() : a.shape.cols();
         n = layout == TN ? b.shape.rows() : b.shape.cols();
@@ -57,11 +72,7 @@ struct Product {
         return choice != 0;
     }
     bool is_small() const { return std::max(m * n, n * k) <= MOST; }
-    i64 threads() const {
-        u32 count = 1;
-        if (m * n * k > ONE_THREAD_PRODUCTS) check(torch.torch_get_num_threads(&count));
-        return count;
-    }
+    i64 threads() const { return m * n * k > ONE_THREAD_PRODUCTS || n * k > MOST ? all_threads() : 1; }
     const float* bias_values(Scratch& scratch) const {
         if (!bias.handle) return nullptr;
         if (bias.dtype == FLOAT32) return (const float*)bias.data;
@@ -71,8 +82,21 @@ struct Product {
     }
 };
 
-// Computes a product that is planned. `out` is the result if it is a matrix, else null.
-bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch);
+// Products of the matrices of a stack, which share the threads.
+class Batch {
+    std::vector<LinearArguments> calls_;
+
+public:
+    Scratch scratch;  // memory that the calls read
+    void add(const LinearArguments& call) { calls_.push_back(call); }
+    // Computes what was added, and returns whether there is a kernel for all of it.
+    bool run() const;
+};
+
+// Computes a product that is planned, or adds a call to `batch`, if that is not null. `out` is the result if
+// it is a matrix, else null.
+bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch,
+              Batch* batch = nullptr);
 
 // The matrices of a stack (E, rows, cols), whose factors cover all of them.
 class Stack {

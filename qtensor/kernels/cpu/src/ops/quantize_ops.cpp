@@ -217,13 +217,13 @@ bool quantize_in_place(Arguments& call, Tensors&) {
 // ---- decode
 
 bool decode(const Description& d, const Addresses& from, Direction direction, i64 rows, i64 cols, void* y,
-            i64 dtype, bool without_scale) {
+            i64 dtype, bool without_scale, i64 threads) {
     static const float one = 1.0f;
     const bool columnwise = d.columnwise[direction];
     DequantizeArguments a{};
     a.quantizer = &d.quantizer;
     a.y = y;
-    a.dtype = dtype, a.rows = rows, a.cols = cols, a.count = rows, a.threads = 1;
+    a.dtype = dtype, a.rows = rows, a.cols = cols, a.count = rows, a.threads = threads;
     const int first = columnwise ? 4 : 0, global = columnwise ? 10 : 9;
     const DecodeBuffers read{(u8*)from.at[first], from.at[first + 1],
                              (float*)from.at[d.stores_global ? global : first + 2]};

@@ -71,7 +71,7 @@ bool quantize_rows(const Description& d, const Rows& x, const Addresses& to, con
 // Decodes buffers of a tensor (rows, cols) in a direction to a contiguous one. `without_scale`: leaves out
 // the factor that all elements share.
 bool decode(const Description& d, const Addresses& from, Direction direction, i64 rows, i64 cols, void* y,
-            i64 dtype, bool without_scale = false);
+            i64 dtype, bool without_scale = false, i64 threads = 1);
 
 // Returns whether the factors of blocks let no value become a subnormal bfloat16 number (dot_products.py:
 // has_normal_values). Blocks of zeros may have smaller factors; Python looks at their codes.
