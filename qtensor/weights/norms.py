@@ -28,7 +28,8 @@ class NormReaders:
         norm: has a ``weight`` (K,), and a ``bias`` (K,) or None.
         offset: 1.0 where the norm multiplies by ``1 + weight``, as in Gemma; else 0.0.
         centers: whether the norm subtracts a mean (LayerNorm).
-        readers: name of a parameter -> the parameter, (N, K) or (E, N, K).
+        readers: name of a parameter -> the parameter, (N, K), (E, N, K) or (E, K, N).
+        dims: name of a parameter -> its dim of size K, -1 or -2.
     """
 
     name: str
@@ -36,6 +37,7 @@ class NormReaders:
     offset: float
     centers: bool
     readers: dict[str, nn.Parameter] = field(default_factory=dict)
+    dims: dict[str, int] = field(default_factory=dict)
 
     @property
     def scale(self) -> Tensor:
@@ -84,7 +86,8 @@ class _Readers(TorchFunctionMode):
         if func is F.linear and len(args) > 1 and id(args[1]) in self._names:
             norm = self._norm_of(args[0])
             if norm is not None:
-                norm.readers[self._names[id(args[1])]] = args[1]
+                name = self._names[id(args[1])]
+                norm.readers[name], norm.dims[name] = args[1], -1
         return func(*args, **(kwargs or {}))
 
 
@@ -117,6 +120,7 @@ def find_norms(op: str, model: nn.Module, batch: Any) -> list[NormReaders]:
                 parameter = module._parameters.get(own)
                 if norm is not None and parameter is not None:
                     norm.readers[f"{name}.{own}"] = parameter
+                    norm.dims[f"{name}.{own}"] = -2 if module.is_transposed else -1
 
         return hook
 

@@ -153,12 +153,12 @@ def _rotate_residual(
             return {}, f"its outputs would move by {by:.1e}: the residual has other readers"
         undo.enter_context(trial.pop_all())
     note = f"reads the residual, rotated in groups of {plan.size}"
-    return {id(p): LayerReport(n, shape_of(p), note) for n, p in plan.readers.items()}, ""
+    return {id(p): LayerReport(n, shape_of(p, dim), note) for n, p, dim in plan.readers}, ""
 
 
-def shape_of(weight: Tensor) -> str:
-    """Return the sizes of a weight for a report: ``"64 -> 128"``."""
-    return f"{weight.shape[-1]} -> {weight.shape[-2]}"
+def shape_of(weight: Tensor, dim: int = -1) -> str:
+    """Return the sizes of a weight, whose dim for inputs is -1 or -2: ``"64 -> 128"``."""
+    return f"{weight.shape[dim]} -> {weight.shape[-3 - dim]}"
 
 
 def comparable(op: str, outputs: list[Tensor]) -> list[Tensor]:
@@ -303,9 +303,9 @@ def _fits(kind: Sequence[Pair], size: int, moved: Callable[[], float | None]) ->
         return moved() is None
 
 
-def _rotate_dim(parameter: Tensor, dim: int, size: int) -> None:
-    """Rotate the groups of channels along a dim of a parameter, in place."""
-    channels_last = parameter.double().movedim(dim, -1)
+def _rotate_dim(parameter: Tensor, dim: int, size: int, scale: Tensor | float = 1.0) -> None:
+    """Multiply the channels along a dim of a parameter, and rotate groups of them, in place."""
+    channels_last = parameter.double().movedim(dim, -1) * scale
     parameter.copy_(rotated(channels_last, size).movedim(-1, dim))
 
 
@@ -316,7 +316,8 @@ class Residual:
         size: channels of a group.
         norms: the norms that read it.
         writers: the parameters whose products are added to it, each with the dim that holds its
-            channels: embeddings (V, K) and biases (K,) along -1, weights (..., K, inputs) along -2.
+            channels: embeddings (V, K) and biases (..., K) along -1, weights (..., K, inputs) along
+            -2, and weights of experts that are stored as (E, inputs, K) along -1.
     """
 
     def __init__(
@@ -346,7 +347,9 @@ class Residual:
             elif isinstance(module, nn.Linear) and module.out_features == width:
                 found = [] if id(module.weight) in readers else [("weight", -2), ("bias", -1)]
             else:
-                found = [("down_proj", -2)] if is_experts(module) else []
+                # Experts (E, K, N) hold the channels of their outputs along -1.
+                rows = -1 if getattr(module, "is_transposed", False) else -2
+                found = [("down_proj", rows), ("down_proj_bias", -1)] if is_experts(module) else []
             for name, dim in found:
                 parameter = own.get(name)
                 if parameter is not None:
@@ -356,22 +359,25 @@ class Residual:
         return cls(size, norms, list(writers.values())), ""
 
     @property
-    def readers(self) -> dict[str, nn.Parameter]:
-        """The weights of the layers behind the norms, by the names of the layers."""
-        pairs = [pair for norm in self.norms for pair in norm.readers.items()]
-        return {name.removesuffix(".weight"): parameter for name, parameter in pairs}
+    def readers(self) -> list[tuple[str, nn.Parameter, int]]:
+        """The layers behind the norms: names, weights, and the dim that holds the channels."""
+        return [
+            (name.removesuffix(".weight"), parameter, norm.dims[name])
+            for norm in self.norms
+            for name, parameter in norm.readers.items()
+        ]
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that ``rotate`` changes."""
         scales: list[Any] = [norm.norm.weight for norm in self.norms]
-        return [*self.readers.values(), *(p for p, _ in self.writers), *scales]
+        return [*(p for _, p, _ in self.readers), *(p for p, _ in self.writers), *scales]
 
     def rotate(self) -> None:
         """Fold the weights of the norms into their readers, and rotate readers and writers."""
         for norm in self.norms:
-            for weight in norm.readers.values():
-                weight.copy_(rotated(weight.double() * norm.scale, self.size))
+            for name, weight in norm.readers.items():
+                _rotate_dim(weight, norm.dims[name], self.size, norm.scale)
             norm.set_scale(torch.ones_like(norm.scale))
         for weight, dim in self.writers:
             _rotate_dim(weight, dim, self.size)

@@ -207,8 +207,9 @@ def _behind_norms(model: nn.Module, batch: Any, names: Mapping[int, str]) -> Ite
         # Each reader of the norm must take the scale, whether it is quantized later or not.
         readers = {names.get(id(p), n.removesuffix(".weight")): p for n, p in norm.readers.items()}
         modules = [model.get_submodule(_module(n, model)) for n in readers]
-        transformed = any(TRANSFORM in module._modules for module in modules)
-        if any(id(p) in names for p in readers.values()) and not transformed:
+        fits = all(TRANSFORM not in module._modules for module in modules)
+        fits = fits and set(norm.dims.values()) == {-1}
+        if any(id(p) in names for p in readers.values()) and fits:
             yield Fold(norm, norm.name, readers, norm.scale.numel())
 
 

@@ -69,6 +69,7 @@ KINDS = {
     "Llama": (11, 2, {}),
     "Qwen3": (11, 2, {}),
     "Mixtral": (11, 0, EXPERTS),  # the router and both halves of the experts' first product
+    "GptOss": (11, 0, EXPERTS),  # its experts are (E, K, N), with biases
     "Gemma": (11, 2, {}),
     "Bert": (0, 11, {"num_attention_heads": 3}),  # LayerNorm behind the sum
     "Gemma3": (0, 13, {"layer_types": ["full_attention"] * 2}),  # norms of what is added, too
