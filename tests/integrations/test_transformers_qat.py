@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 from transformers_models import config, load, trainer, transformers
 
@@ -122,6 +123,35 @@ def test_compiled_experts(activations):
     y.float().square().mean().backward()
     assert torch.equal(y, wanted)
     assert model.model.layers[0].mlp.experts.down_proj.grad.abs().sum() > 0
+
+
+@pytest.mark.nightly(reason="inductor compiles the experts")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("converted", [False, True], ids=["prepared", "converted"])
+def test_experts_in_one_graph(backend, converted):
+    """Outputs and gradients have the bits of eager mode, whose roundings inductor keeps here."""
+    model = make("qwen3-moe", torch.bfloat16)
+    qtensor.prepare_qat_(model, "nvfp4", is_layer, activations=True)
+    if converted:
+        qtensor.convert_qat_(model)
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(6, model.config.hidden_size).bfloat16()
+    chosen = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(6)])
+    factors = torch.rand(6, 2).bfloat16()
+
+    def run(function):
+        own = x.clone().requires_grad_()
+        y = function(own, chosen, factors)
+        y.float().square().sum().backward()
+        grads = [p.grad for p in experts.parameters() if p.grad is not None]
+        experts.zero_grad()
+        return [y, own.grad, *grads]
+
+    want = run(experts)
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        got = run(torch.compile(experts, backend=backend, fullgraph=True))
+    assert len(want) == (2 if converted else 4)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_layer_that_stores_its_weight_transposed():
