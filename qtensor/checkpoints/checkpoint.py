@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -23,6 +23,7 @@ from qtensor.checkpoints.containers.base import (
 from qtensor.checkpoints.containers.opening import open_container
 from qtensor.checkpoints.containers.shard_files import path_inside, read_json
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
+from qtensor.checkpoints.input_transforms import ROTATION
 from qtensor.checkpoints.layout_base import (
     DenseOnly,
     Group,
@@ -160,6 +161,15 @@ class Checkpoint(Mapping[str, Tensor]):
         """Return what must happen to the inputs of layers, by module; see the layout's method."""
         return self.reader.input_transforms()
 
+    @functools.cached_property
+    def described(self) -> dict[str, Tensor]:
+        """Return the rotations that a config describes, as tensors that our layout stores.
+
+        ``checkpoint[name]`` reads them. They are not among the names of the mapping.
+        """
+        blocks = {f"{m}.{ROTATION}": t.block for m, t in self.input_transforms.items() if t.block}
+        return {n: torch.tensor([size]) for n, size in blocks.items() if n not in self._names}
+
     def _refuse(self, name: str, rule: str, got: str) -> None:
         fix = "Export the checkpoint again, or leave out layout="
         refuse(Place(self.path, name, self.layout), rule, got, fix)
@@ -192,6 +202,8 @@ class Checkpoint(Mapping[str, Tensor]):
     def _plain(self, name: str) -> Tensor:
         if name in self._names:
             return self._container.read(name)
+        if name.endswith(f".{ROTATION}") and name in self.described:
+            return self.described[name]
         inner = self.reader.inner(name)
         if inner is None:
             raise KeyError(name)
@@ -251,18 +263,25 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def nbytes(self, name: str) -> int:
         """Return the stored bytes of a tensor, factors included."""
-        group = self.groups.get(name)
-        infos = group.roles.values() if group else (self._container.infos[name],)
-        return sum(info.nbytes for info in infos)
+        return sum(info.nbytes for info in self._infos(name))
 
     def release(self, name: str) -> None:
         """Give the pages of a tensor back to the system; they are read again when needed.
 
         Writes to tensors that share the mapped memory are lost.
         """
-        group = self.groups.get(name)
-        for info in group.roles.values() if group else (self._container.infos[name],):
+        for info in self._infos(name):
             self._container.release(info.name)
+
+    def _infos(self, name: str) -> Iterable[TensorInfo]:
+        """Return the stored tensors of a name."""
+        group = self.groups.get(name)
+        if group is not None:
+            return group.roles.values()
+        stored = self._container.infos.get(name)
+        if stored is None and name not in self.described:
+            raise KeyError(name)
+        return () if stored is None else (stored,)
 
     @in_memory
     def why_dense(self, name: str) -> str | None:

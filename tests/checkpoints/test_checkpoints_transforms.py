@@ -116,13 +116,9 @@ def test_dequantize_multiplies_the_scale_into_the_weight(tmp_path):
         origin = decoded.dense("0.weight", torch.float32)
         assert torch.allclose(values, origin, rtol=1e-6)
         assert torch.equal(plain["0.weight"], origin * scale().float())
-    with (
-        pytest.warns(UserWarning, match="1 weights"),
-        pytest.raises(checkpoints.CheckpointError, match="scales its inputs"),
-    ):
+    with pytest.raises(checkpoints.CheckpointError, match="scales its inputs"):
         checkpoints.convert(tmp_path / "awq", tmp_path / "ct", CT)
-    with pytest.warns(UserWarning, match="1 weights"):
-        checkpoints.convert(tmp_path / "awq", tmp_path / "ours")
+    checkpoints.convert(tmp_path / "awq", tmp_path / "ours")
     with torch.no_grad():
         assert_same_bytes(opened(tmp_path / "ours")(x_of()), model(x_of()))
 
@@ -164,6 +160,29 @@ def test_convert_writes_rotations_into_the_config(tmp_path):
     model[0].weight = nn.Parameter(model[0].weight.dequantize())
     with pytest.raises(checkpoints.CheckpointError, match="describes quantized weights"):
         checkpoints.save(model, tmp_path / "plain", CT)
+
+
+def test_convert_reads_rotations_of_the_config(tmp_path):
+    checkpoints.save(layer(InputTransform(hadamard=32)), tmp_path / "ct", CT)
+    checkpoints.convert(tmp_path / "ct", tmp_path / "ours")
+    with checkpoints.open(tmp_path / "ours") as ours:
+        assert ours["0.input_rotation"].tolist() == [32]
+        with checkpoints.open(tmp_path / "ct", accept_rotated=True) as origin:
+            assert ours.keys() - origin.keys() == {"0.input_rotation"}
+            assert_same_bytes(ours["0.weight"], origin["0.weight"])
+    for source in ("ct", "ours"):  # the layout that describes them, from itself and from ours
+        checkpoints.convert(tmp_path / source, tmp_path / f"{source}_ct", CT)
+        for name in ("model.safetensors", "config.json"):
+            made = (tmp_path / f"{source}_ct" / name).read_bytes()
+            assert made == (tmp_path / "ct" / name).read_bytes()
+    with pytest.raises(checkpoints.CheckpointError, match="rotates its inputs needs a layout"):
+        checkpoints.convert(tmp_path / "ct", tmp_path / "modelopt", MODELOPT)
+    checkpoints.convert(tmp_path / "ct", tmp_path / "mxfp8", format="mxfp8")
+    with torch.no_grad():
+        model, x = layer(InputTransform(hadamard=32)), x_of()
+        weight = qtensor.quantize(model[0].weight.dequantize(), "mxfp8")
+        model[0].weight = nn.Parameter(weight, False)
+        assert_same_bytes(opened(tmp_path / "mxfp8")(x), model(x))
 
 
 def test_rotated_files_are_inspected(tmp_path):

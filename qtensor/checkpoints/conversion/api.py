@@ -123,8 +123,8 @@ def _run(request: Request) -> ConversionReport:
     size = None if single or writer_class.suffix != ".safetensors" else request.shard_size
     if request.overwrite and os.path.lexists(request.dst) and not single:
         check_replaceable(request.dst)
-    undone = {} if request.dtype is None else {ROTATED: True}
-    with open_with_factors(request.src, request.source_layout, **undone) as checkpoint:
+    # Rotations are carried, or undone in decoded weights.
+    with open_with_factors(request.src, request.source_layout, **{ROTATED: True}) as checkpoint:
         config = without_quantization(checkpoint.config)
         writer = writer_class(config)
         writer.follow(checkpoint.source, checkpoint.layout)

@@ -57,11 +57,11 @@ def carry(
     checkpoint: Checkpoint, request: Request, writer: Writer, name: str
 ) -> Carried | NotCarried:
     """Return how a plain tensor is carried: most as they are, factors as the target needs them."""
+    module, _, last = name.rpartition(".")
+    if last in (PRE_SCALE, ROTATION) and module in checkpoint.input_transforms:
+        return _transform(checkpoint, request, writer, name)
     if not checkpoint.groups or not _is_factor(checkpoint, name):
         return Carried(name)
-    last = name.rpartition(".")[2]
-    if last in (PRE_SCALE, ROTATION):
-        return _transform(checkpoint, request, writer, name)
     if request.dtype is not None:
         return NotCarried("a factor of activations or of the KV cache, which plain models lack")
     problem = factor_problem(checkpoint, name)

@@ -71,7 +71,7 @@ def make_plan(checkpoint: Checkpoint, request: Request, writer: Writer, limit: i
     ``limit`` is the most bytes of a shard, or None for one file.
     """
     shards, not_carried, size = [PlannedShard([], [])], {}, 0
-    for name in checkpoint:
+    for name in (*checkpoint, *checkpoint.described):
         found = _Tensor(checkpoint, request, writer, name).step()
         if isinstance(found, NotCarried):
             not_carried[name] = found.reason
@@ -269,7 +269,7 @@ def _changes(checkpoint: Checkpoint, writer: Writer, steps: list[Step]) -> Itera
         )
     known = checkpoint.source.tensors
     plain = [s for s in steps if s.action in (PLAIN, RECIPROCAL) and math.prod(s.shape) == 1]
-    count = sum(step.shape != known[step.source].shape for step in plain)
+    count = sum(s.source in known and s.shape != known[s.source].shape for s in plain)
     if count:
         shape = list(writer.factor_shape)
         yield f"layout {writer.layout} stores factors of one element as {shape}: {count} tensors"
