@@ -118,7 +118,8 @@ static void finish(const LinearCall& c, const float* sums, i64 row, i64 column, 
                    const float* factors) {
     alignas(64) float v[PANEL];
     const float own = c.row_factors ? c.row_factors[row * c.row_factor_step] : 1.0f;
-    for (i64 i = 0; i < PANEL; i++) v[i] = sums[i] * (own * factors[i]);
+    const i64 known = (count + W - 1) / W * W;  // of the sums
+    for (i64 i = 0; i < known; i++) v[i] = sums[i] * (own * factors[i]);
     for (i64 i = 0; c.bias && i < count; i++) v[i] += c.bias[column + i];
     const i64 at = row * c.n + column;
     if (c.dtype == F32) {
@@ -126,7 +127,7 @@ static void finish(const LinearCall& c, const float* sums, i64 row, i64 column, 
         return;
     }
     u16 narrow[PANEL];
-    for (i64 i = 0; i < PANEL; i += W) {
+    for (i64 i = 0; i < known; i += W) {
         const VF f = load<VF>(v + i);
         if (c.dtype == F16)
             store(narrow + i, to_half(f));
