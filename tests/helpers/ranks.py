@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
-from torch_process import SERVER, CompilerProcess
+from torch_process import SERVER, CompilerProcess, collect_rarely
 
 PATIENCE = 60
 """Seconds that a collective waits for the other rank; after a failure nobody waits so long."""
@@ -29,6 +29,7 @@ def _serve(
     connection: Connection,
     environment: dict[str, str],
 ) -> None:
+    collect_rarely()
     os.environ.clear()  # of the server that forked this process
     os.environ.update(environment)
     torch.set_num_threads(1)

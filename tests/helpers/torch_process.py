@@ -11,6 +11,7 @@ second server has them too (``compiles=True``, and the processes of `ranks`).
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.popen_forkserver
@@ -28,6 +29,8 @@ from typing import Any
 from unittest import mock
 
 SECONDS = 300
+COLLECTION = (20_000, 20, 20)
+"""Arguments of ``gc.set_threshold`` where tests run."""
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch"])
 # The server's socket lies here. Tests change TMPDIR to folders whose names are too long for one.
@@ -54,10 +57,17 @@ def pool(initializer: Callable[..., None] | None = None, *arguments: Any) -> Pro
 def _begin(
     environment: dict[str, str], initializer: Callable[..., None] | None, *args: Any
 ) -> None:
+    collect_rarely()
     os.environ.clear()  # of the server, which may have started while a test changed its own
     os.environ.update(environment)
     if initializer is not None:
         initializer(*args)
+
+
+def collect_rarely() -> None:
+    """Keep the garbage collector away from the server's modules, and let it run less often."""
+    gc.freeze()
+    gc.set_threshold(*COLLECTION)
 
 
 class _CompilerPopen(multiprocessing.popen_forkserver.Popen):
@@ -78,6 +88,7 @@ class CompilerProcess(SERVER.Process):  # type: ignore[name-defined, misc]
 
 def _run(code: str, argv: list[str], environment: dict[str, str], folder: str, output: str) -> None:
     """Run the program in the forked process."""
+    collect_rarely()
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # which importing torch may have read from the server's variables
