@@ -41,7 +41,7 @@ def with_main_grads(module, names):
         ("fuse", None),
         ("delay", None),
         ("both", None),
-        ("fuse", "inductor"),
+        pytest.param("fuse", "inductor", marks=_WIDE),
         ("fuse", "aot_eager"),
         pytest.param("delay", "aot_eager", marks=_WIDE),
         pytest.param("both", "aot_eager", marks=_WIDE),

@@ -82,12 +82,28 @@ SHARED: dict[str, tuple[str, ...]] = {
             "test_triton_compiles.py",
             "test_weight_workspace.py",
         ),
-        ("case", "recipe", "name", "fmt", "options", "bound"),
+        ("case", "recipe", "name", "fmt", "options", "bound", "backend"),
     ),
 }
 """``file`` -> arguments whose values its tests share: in the default tier some test of the file
 holds each value. A cell of these files compiles, or trains on two ranks, for a second or more.
 """
+
+THIRDS = (
+    "test_compile_autograd.py",
+    "test_compile_boundary.py",
+    "test_compile_bytes.py",
+    "test_compile_dynamic.py",
+    "test_compile_ops.py",
+    "test_compiled_autograd_modules.py",
+    "test_compiled_linear.py",
+    "test_export.py",
+    "test_modules_compile.py",
+    "test_ops_compile.py",
+)
+"""Files of ``SHARED`` whose cells all compile: each holds a third of the formats and recipes."""
+OF_THIRDS = ("case", "recipe")
+"""Arguments that are formats and recipes there."""
 
 
 def axes(
@@ -105,14 +121,18 @@ def axes(
         shared: arguments whose values any test of the file may hold.
     """
     columns: list[list[Value]] = []
+    # The cells share their arguments, and the text of a format or tensor takes long to write.
+    objects = {id(value): value for row in rows for value in row.values()}
+    of_object = {key: repr(value) for key, value in objects.items()}
+    texts = [{name: of_object[id(value)] for name, value in row.items()} for row in rows]
 
     def add(names: Sequence[str]) -> None:
         of = "" if set(names) <= set(shared) else test
-        columns.append([(of, *names, *(repr(row[name]) for name in names)) for row in rows])
+        columns.append([(of, *names, *(row[name] for name in names)) for row in texts])
 
     for names in marks:
-        arguments = [{repr(row[name]) for row in rows} for name in names]
-        together = {tuple(repr(row[name]) for name in names) for row in rows}
+        arguments = [{row[name] for row in texts} for name in names]
+        together = {tuple(row[name] for name in names) for row in texts}
         if len(names) > 1 and len(together) > sum(map(len, arguments)):
             for name in names:
                 add([name])
@@ -160,7 +180,8 @@ def cover(cells: Sequence[Iterable[Value]], held: Collection[Value] = ()) -> lis
     kept: list[int] = []
     values = [set(cell) for cell in cells]
     missing = set().union(*values).difference(held)
-    compiling = [sum(slowness(text) for value in cell for text in value) for cell in values]
+    slow = {value: sum(map(slowness, value)) for value in set().union(*values)}
+    compiling = [sum(slow[value] for value in cell) for cell in values]
 
     def rank(i: int) -> tuple[int, int, int, int]:
         return -len(values[i] & missing), compiling[i], sum(taken[v] for v in values[i]), i
@@ -178,6 +199,14 @@ def cover(cells: Sequence[Iterable[Value]], held: Collection[Value] = ()) -> lis
         taken.update(values[best])
         missing -= values[best]
     return kept
+
+
+def of_other_files(file: str, cells: Iterable[Iterable[Value]]) -> set[Value]:
+    """Return the formats or recipes of a test that other files of ``THIRDS`` hold."""
+    if file not in THIRDS:
+        return set()
+    found = sorted({v for cell in cells for v in cell if not v[0] and v[1] in OF_THIRDS})
+    return set(found).difference(found[THIRDS.index(file) % 3 :: 3])
 
 
 class Sampling:
@@ -208,7 +237,7 @@ class Sampling:
         marks = marks_of(metafunc.definition, rows[0])
         values = axes(rows, marks, test, SHARED.get(file, ()))
         held = self._held.setdefault(file, set())
-        kept = cover([[(test,), *own] for own in values], held)
+        kept = cover([[(test,), *own] for own in values], held | of_other_files(file, values))
         held.update(value for index in kept for value in values[index] if not value[0])
         chosen = {id(asked[index]) for index in kept}
         if self.drops:

@@ -3,11 +3,11 @@
 import copy
 import os
 import pickle
-import subprocess
 import sys
 
 import pytest
 import torch
+import torch_process
 from transformers_models import IDS, dense, load, logits, transformers
 
 import qtensor
@@ -35,12 +35,10 @@ def model_of(name, folder):
 def in_new_process(program, folder, *blocked):
     """Run a program in a folder; importing a module that is ``blocked`` fails."""
     block = "".join(f"sys.modules[{name!r}] = None\n" for name in blocked)
-    program = f"import sys\n{block}{program}"
-    run = [sys.executable, "-W", "ignore", "-c", program]
+    program = f"import sys, warnings\nwarnings.simplefilter('ignore')\n{block}{program}"
     places = os.pathsep.join(path for path in sys.path if path)
-    env = {**os.environ, "PYTHONPATH": places, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    environment = {**os.environ, "PYTHONPATH": places, "HF_HUB_OFFLINE": "1"}
+    done = torch_process.run(program, folder=folder, environment=environment)
     return done.stdout + done.stderr
 
 

@@ -25,7 +25,7 @@ from formats import (
     rand,
     usages,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import (
     EDGES,
@@ -50,7 +50,7 @@ from qtensor.kernels import table
 from qtensor.kernels.cpu import native, structs
 from qtensor.library.native_ops import left_to_python
 from qtensor.quantizers.mx import MXQuantizer
-from tests.quantizers.test_quantize_hypothesis import exact, options_of, tensors
+from tests.quantizers.test_quantize_hypothesis import EXAMPLES, exact, options_of, tensors
 
 # ---- what is served ----------------------------------------------------------------------------
 
@@ -419,9 +419,13 @@ def _with_amax(q: Any, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
 # ---- drawn -------------------------------------------------------------------------------------
 
 
+MORE = pytest.mark.nightly(reason="fewer cases are in the default tier")
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(EXAMPLES, marks=MORE, id="all")])
 @formats
-def test_drawn_tensors_and_options(case: FormatCase) -> None:
-    @exact
+def test_drawn_tensors_and_options(case: FormatCase, examples: int) -> None:
+    @settings(exact, max_examples=examples)
     @given(tensors(), options_of(case), st.integers(-(2**63), 2**63 - 1))
     def run(x: torch.Tensor, options: dict[str, Any], seed: int) -> None:
         call = call_of(case, options)
@@ -433,7 +437,9 @@ def test_drawn_tensors_and_options(case: FormatCase) -> None:
     run()
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 250))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=MORE) for n in range(250, 2000, 250))]
+)
 def test_random_cases(first: int) -> None:
     for seed in range(first, first + 250):
         check_random(seed)

@@ -267,7 +267,13 @@ def test_compiled_layers_in_a_checkpoint(module, checkpoint, step, backend):
     check(module, own, STEPS[step], wrapped)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.nightly(reason="another test runs inductor")),
+    ],
+)
 @pytest.mark.parametrize("checkpoint", ["ours", "torch"])
 def test_a_checkpoint_in_compiled_code(checkpoint, backend):
     run_twice = CHECKPOINTS[checkpoint]

@@ -24,12 +24,8 @@ import qtensor.debug  # noqa: F401 - defines the ops of recordings
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
-CHECKS = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_dynamic",
-)
+UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
+CHECKS = (*UNTRACED, "test_aot_dispatch_dynamic")
 
 
 def registered() -> list[str]:
@@ -435,6 +431,7 @@ WITHOUT_FORMAT = {
 
 RANDOM = {"qtensor::random_seed", "qtensor::draw_seeds_"}
 """Ops that draw from a generator: two runs differ, which is what aot_dispatch compares."""
+WIDE = pytest.mark.nightly(reason="a trace of each sample")
 
 
 def test_every_op_has_samples():
@@ -446,6 +443,7 @@ def test_every_op_has_samples():
     } - {"name"}
 
 
+@pytest.mark.parametrize("traced", [2, pytest.param(999, marks=WIDE)])
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -454,11 +452,12 @@ def test_every_op_has_samples():
         for case in (FORMATS[:1] if name in WITHOUT_FORMAT else FORMATS)
     ],
 )
-def test_opcheck(name: str, case: FormatCase):
+def test_opcheck(name: str, case: FormatCase, traced: int):
+    """The first ``traced`` samples are traced too."""
     op = overload(name)
     count = 0
     for args, kwargs in SAMPLES[name](case):
-        checks = CHECKS[:-1] if name in RANDOM else CHECKS
+        checks = UNTRACED if name in RANDOM or count >= traced else CHECKS
         results = torch.library.opcheck(op, args, kwargs, test_utils=checks)
         assert results == dict.fromkeys(checks, "SUCCESS"), (args[1:], results)
         count += 1

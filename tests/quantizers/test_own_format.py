@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch_process
 from places import PYTHONPATH
 
 from qtensor.core.formats import E2M1, Element
@@ -57,21 +56,12 @@ for state in (
 
 
 def run(folder: Path, program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env={
-            "PYTHONPATH": f"{folder}:{PYTHONPATH}",
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    environment = {
+        "PYTHONPATH": f"{folder}:{PYTHONPATH}",
+        "PATH": "/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+    }
+    return torch_process.run(program, folder=folder, environment=environment).stdout
 
 
 @pytest.fixture(scope="module")

@@ -50,10 +50,10 @@ SMALL = ["fp8", "fp8_delayed", "fp8_rowwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4"
 @layouts
 @usages
 def test_uneven_shards(ranks: Ranks, usage: str, case: FormatCase, options: dict[str, Any]) -> None:
-    """The first rank has 512 rows or columns, and the second one 511: torch pads them for the
+    """The first rank has 256 rows or columns, and the second one 255: torch pads them for the
     exchange and drops the padding, which would cut a block of any other tensor.
     """
-    ranks.run(round_trips, case.name, {**options, **USAGES[usage]}, (1023, 1023))
+    ranks.run(round_trips, case.name, {**options, **USAGES[usage]}, (511, 511))
 
 
 @WIDE
@@ -85,7 +85,7 @@ def test_rows_over_three_ranks(three_ranks: Ranks, name: str, rows: int) -> None
 @pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "mxfp8", "nvfp4"])
 def test_uneven_shards_are_gathered_by_a_graph(ranks: Ranks, name: str, backend: str) -> None:
     compiled = backend != "eager"
-    ranks.run(redistributed, name, {"columnwise": True}, (1023, 1023), compiled)
+    ranks.run(redistributed, name, {"columnwise": True}, (511, 511), compiled)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,14 @@ def run_training(activations: bool, compiled: bool) -> None:
         assert torch.equal(loss_of(alone, 9, 0), wanted)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+WIDE = pytest.mark.nightly(
+    reason="4 s; test_fsdp.py compiles blocks, and training is compiled alone"
+)
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=WIDE)], ids=["eager", "compiled"]
+)
 @pytest.mark.parametrize("activations", [False, True], ids=["weights", "inputs"])
 def test_training_equals_one_process(ranks: Ranks, activations: bool, compiled: bool) -> None:
     ranks.run(run_training, activations, compiled)

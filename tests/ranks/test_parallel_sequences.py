@@ -90,7 +90,10 @@ def run_sequence(name: str, bias: bool, backend: str) -> tuple[Tensors, Tensors,
     return results[0], results[1], sent
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+WIDE = pytest.mark.nightly(reason="5 s; test_tensor_parallel_blocks.py compiles these layers")
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=WIDE)])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_sequence_along_dim_1(ranks: Ranks, name: str, bias: bool, backend: str) -> None:

@@ -148,7 +148,9 @@ def rule_of(name: str, backend: str) -> Any:
     "backend",
     [
         "eager",
-        "aot_eager",
+        pytest.param(
+            "aot_eager", marks=pytest.mark.nightly(reason="4 s; compiled blocks have them")
+        ),
         pytest.param("inductor", marks=pytest.mark.nightly(reason="15 s; aot_eager has these ops")),
     ],
 )

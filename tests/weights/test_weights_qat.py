@@ -16,6 +16,8 @@ from qtensor.weights.calibrated import CalibratedInput
 
 NAMES = [case.name for case in FORMATS if case.name != "fp8_delayed"]
 every_format = pytest.mark.parametrize("fmt", [*NAMES, *OPTIONS])
+COMPILED = ("fp8", "mxfp8", "nvfp4")
+OTHERS = pytest.mark.nightly(reason="their eager training, and the graphs of others, are tested")
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly(reason="slow; aot_eager is not"))
 inputs_too = pytest.mark.parametrize("activations", [False, True], ids=["weights", "inputs"])
 
@@ -90,7 +92,9 @@ def test_other_dtypes(fmt, dtype, activations):
 
 @inputs_too
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-@pytest.mark.parametrize("fmt", NAMES)
+@pytest.mark.parametrize(
+    "fmt", [pytest.param(n, marks=() if n in COMPILED else OTHERS) for n in NAMES]
+)
 def test_compiled_training_is_eager_training(fmt, backend, activations):
     eager, compiled = (prepared(fmt, activations=activations) for _ in range(2))
     graphs = []
