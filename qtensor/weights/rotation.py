@@ -21,6 +21,8 @@ from qtensor.weights.norms import NormReaders, find_norms
 from qtensor.weights.pairs import kind_of, layer_pairs
 
 OP = "rotate_"
+TRANSFORMED = "its inputs have a transform already"
+"""Reason for which a layer stays as it is."""
 LEAST = 16
 """The smallest group of channels that is worth a rotation: a block of NVFP4."""
 _TOLERANCE = {torch.float32: 1e-3}
@@ -199,7 +201,7 @@ def _obstacle(layer: WeightLayer, size: int) -> str:
     if not layer.is_plain:
         return "its inputs cannot be rotated at each call"
     if transforms(layer):
-        return "its inputs have a transform already"
+        return TRANSFORMED
     if QUANTIZER in layer.modules[0]._modules:
         return "its inputs are quantized already; calibrate after rotate_"
     return "" if size >= LEAST else f"no power of two of at least {LEAST} divides its inputs"

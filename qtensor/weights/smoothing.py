@@ -22,7 +22,7 @@ from qtensor.weights.metrics import as_batches, call, run, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
 from qtensor.weights.pairs import kind_of, layer_pairs
 from qtensor.weights.quantize import as_quantizer
-from qtensor.weights.rotation import comparable, moved_by
+from qtensor.weights.rotation import TRANSFORMED, comparable, moved_by, transforms
 from qtensor.weights.visits import visiting
 
 OP = "smooth_"
@@ -135,7 +135,8 @@ def smooth_(
     with evaluating(model), torch.no_grad(), same_random_numbers(model):
         folds = find_folds(model, layers, batches[0])
         rule = "the model needs a norm or a linear layer into which scales can be folded"
-        notes = [f"{report.name}: {report.note}" for report in skipped[:3]]
+        turned = [f"{n}: {TRANSFORMED}" for n, layer in layers.items() if transforms(layer)]
+        notes = [*turned, *(f"{report.name}: {report.note}" for report in skipped)][:3]
         got = "; ".join(["no such place", *notes])
         check(bool(folds), OP, rule, got, "Check the model and filter_fn")
         samples = _samples(model, layers, folds, batches)
@@ -147,8 +148,10 @@ def smooth_(
         for fold, chosen in (pair for pairs in done.values() for pair in pairs):
             fold.apply(chosen[0])
     swapped = [report for pairs in done.values() for report in _reports(pairs)]
-    rest = [n for n in layers if n not in {report.name for report in swapped}]
-    skipped += [LayerReport(n or "(root)", layers[n].features, "no scale helps") for n in rest]
+    for name, layer in layers.items():
+        if name not in {report.name for report in swapped}:
+            note = TRANSFORMED if transforms(layer) else "no scale helps"
+            skipped.append(LayerReport(name or "(root)", layer.features, note))
     return Conversion("smooth_", tuple(swapped), tuple(skipped), ())
 
 

@@ -234,8 +234,10 @@ def test_smooth_after_rotate():
     model = make("Llama")
     before = output(model)
     qtensor.rotate_(model, [{"input_ids": IDS}])
-    found = notes(qtensor.smooth_(model, "mxfp4", [{"input_ids": IDS}], inputs="mxfp4", alpha=0.5))
+    report = qtensor.smooth_(model, "mxfp4", [{"input_ids": IDS}], inputs="mxfp4", alpha=0.5)
+    found, left = notes(report), {own.name: own.note for own in report.skipped}
     assert_same_outputs(model, before)
+    assert left["model.layers.1.mlp.down_proj"] == "its inputs have a transform already"
     assert any("o_proj" in name for name in found)  # its rotation is in the weights
     assert not any("down_proj" in name for name in found)
 
@@ -400,6 +402,8 @@ def test_a_second_rotation_and_inputs_that_are_quantized():
     set_input_step(scaled[0], TRANSFORM, InputTransform(torch.ones(64)))
     with pytest.raises(qtensor.QTensorError, match="0: its inputs have a transform already"):
         qtensor.rotate_(scaled, [x])
+    with pytest.raises(qtensor.QTensorError, match="no such place; 0: its inputs have a transform"):
+        qtensor.smooth_(scaled, "mxfp4", [x])
     plain = nn.Sequential(nn.Linear(64, 32))
     qtensor.calibrate(plain, [x], "nvfp4").apply(plain)
     with pytest.raises(qtensor.QTensorError, match="quantized already; calibrate after rotate_"):
