@@ -90,6 +90,9 @@ def in_onnxruntime(proto: Any, shape: Any) -> list[np.ndarray[Any, Any]]:
     return session.run(None, {proto.graph.input[0].name: np.zeros(shape, np.float32)})
 
 
+LIKE_OTHERS = pytest.mark.nightly(reason="an export takes a second; another cell is like it")
+
+
 def assert_bits(got: np.ndarray[Any, Any], want: Tensor) -> None:
     # The model adds 0, which turns -0 into 0.
     bits = (want.float() + 0).numpy().view(np.int32)
@@ -98,7 +101,12 @@ def assert_bits(got: np.ndarray[Any, Any], want: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "opset"),
-    [(torch.float32, 23), (torch.bfloat16, 24), (torch.float16, 23), (torch.float32, 25)],
+    [
+        (torch.float32, 23),
+        (torch.bfloat16, 24),
+        pytest.param(torch.float16, 23, marks=LIKE_OTHERS),
+        pytest.param(torch.float32, 25, marks=LIKE_OTHERS),
+    ],
     ids=str,
 )
 def test_values_are_those_of_dequantize(dtype: torch.dtype, opset: int) -> None:
@@ -192,7 +200,9 @@ def test_stacks_and_shared_weights() -> None:
     np.testing.assert_allclose(hidden, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fmt", ["fp8_rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "fmt", ["fp8_rowwise", *(pytest.param(n, marks=LIKE_OTHERS) for n in ("mxfp8", "nvfp4"))]
+)
 def test_a_convolution(fmt: str) -> None:
     """The weight is decoded as a matrix and takes its shape."""
     model, x = nn.Conv2d(12, 16, 3, padding=1).eval(), torch.randn(2, 12, 5, 5)

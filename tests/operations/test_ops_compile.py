@@ -31,15 +31,13 @@ KINDS = (
     "GroupedLinear",
     "ClampedSwiGLU",
     "linear_bias_activation",
-    "linear_bias_scale_add",
     "add_layernorm",
     "backward_linear_add",
-    "backward_linear_scale",
     "grouped_mlp",
     "mlp_with_biases",
 )
-"""Cases that together have each kind of operation and each fused one; activations are one op,
-which takes their names.
+"""Cases that together have each kind of operation and of fusion; activations are one op, which
+takes their names.
 """
 _OF_A_KIND = pytest.mark.nightly(reason="a case of KINDS has its operations")
 
