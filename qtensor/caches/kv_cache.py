@@ -241,7 +241,8 @@ class KVCache:
         Raises:
             QTensorError: a shape, dtype or option is wrong; or a soft cap, which does not commute
                 with a mean.
-            UnsupportedError: a ring of pages has forgotten tokens that a query would see.
+            UnsupportedError: a ring of pages has forgotten tokens that a query would see; or ``q``
+                requires grad while grad mode is on.
         """
         asked = Asked(positions, first, mask, causal, soft_cap, sinks, scale, window)
         options = query_options(q, asked, self.window, self.k_mean is not None)

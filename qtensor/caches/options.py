@@ -10,6 +10,7 @@ from torch import Tensor
 from qtensor.core.errors import check
 from qtensor.library.attention import check_options
 from qtensor.library.cache import check_rows
+from qtensor.storage.ops.attention import refuse_gradient
 
 
 class Options(NamedTuple):
@@ -74,7 +75,9 @@ def query_options(q: Tensor, asked: Asked, cache_window: int, has_mean: bool) ->
 
     Raises:
         QTensorError: a soft cap for keys without their mean, with which it does not commute.
+        UnsupportedError: ``q`` requires grad while grad mode is on.
     """
+    refuse_gradient("KVCache.attention", q=q)
     rule, fix = "keys without their mean change capped scores", "Leave out k_mean"
     fits = not (has_mean and asked.soft_cap)
     check(fits, "KVCache.attention", rule, f"soft_cap={asked.soft_cap}", fix)

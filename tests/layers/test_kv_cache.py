@@ -287,6 +287,18 @@ def test_refused_queries_append_nothing(change):
     assert not cache.lengths.any()
 
 
+def test_a_lost_gradient_is_refused():
+    """The op has no gradient; torch would say so in a warning, and give None."""
+    cache, k = make(), tokens(2)
+    q = tokens(2).requires_grad_()
+    for call in (lambda: cache.update(q, k, k), lambda: cache.attention(q)):
+        with pytest.raises(qtensor.UnsupportedError, match="q that requires grad"):
+            call()
+    assert not cache.lengths.any()
+    with torch.no_grad():
+        assert cache.update(q, k, k).shape == q.shape
+
+
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
