@@ -164,6 +164,17 @@ class QuantizerLike(Protocol):
     def global_factors(self, buffers: dict[str, Tensor], side: str) -> Tensor | None:
         """Return the tensor-wide factors of one side that multiply those of blocks, or None."""
 
+    @property
+    def learns_factor(self) -> bool:
+        """Whether training can learn the tensor-wide factor."""
+
+    @property
+    def largest_code(self) -> float:
+        """What a tensor's amax is divided by to give its decode factor."""
+
+    def factor_slopes(self, buffers: dict[str, Tensor], x: Tensor, factor: Tensor) -> Tensor:
+        """Return the derivatives of the decoded values by the tensor-wide decode factor."""
+
     def amax(self, x: Tensor) -> list[Tensor]:
         """Return the float32 maxima that decide the tensor-wide factors of ``x``."""
 

@@ -25,6 +25,8 @@ class InputStep(nn.Module):
                 moved = fn(tensor)
                 kept = moved.dtype == tensor.dtype
                 self._buffers[name] = moved if kept else tensor.to(moved.device)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
         return self
 
 

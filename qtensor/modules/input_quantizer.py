@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from qtensor.core.errors import ArgumentTypeError, check, fail
 from qtensor.core.quantizer_registry import parse
 from qtensor.modules.input_hook import QUANTIZER, InputStep, set_input_step
+from qtensor.modules.learned_factor import LearnedFactor
 from qtensor.quantizers import NVFP4Quantizer, Quantizer
 from qtensor.quantizers.call import constants_of, quantize_call, quantize_with_factor
 from qtensor.storage.tensor import QuantizedTensor
@@ -49,16 +50,9 @@ def is_static(quantizer: Quantizer) -> bool:
     return options <= _STATIC.get(quantizer.format, set()) and quantizer.format in _STATIC
 
 
-def largest_code(quantizer: Quantizer) -> float:
-    """Return what an amax is divided by to give the tensor-wide decode factor."""
-    if isinstance(quantizer, NVFP4Quantizer):
-        return 6.0 * quantizer.e4m3_max
-    return float(quantizer.element.max)
-
-
 def factor_from_amax(quantizer: Quantizer, amax: float) -> float:
     """Return the decode factor ``amax / largest_code``, rounded once to float32."""
-    top = torch.tensor(largest_code(quantizer), dtype=torch.float32)
+    top = torch.tensor(quantizer.largest_code, dtype=torch.float32)
     return float(torch.tensor(amax, dtype=torch.float32) / top)
 
 
@@ -76,10 +70,12 @@ class InputQuantizer(InputStep):
         amax: float32 (1,), the largest magnitude that is encoded, or None without a factor.
         scale_inv: float32 (1,), the factor that decodes, or None. It keeps its dtype in
             ``model.to(torch.bfloat16)``.
+        factor: the factor while it is learned; ``amax`` and ``scale_inv`` are then None.
     """
 
     amax: Tensor | None
     scale_inv: Tensor | None
+    factor: LearnedFactor | None
 
     def __init__(
         self,
@@ -118,13 +114,43 @@ class InputQuantizer(InputStep):
             if amax is not None:
                 tensor = torch.tensor([value], dtype=torch.float32, device=device)
             self.register_buffer(name, tensor)
+        self.register_module("factor", None)
 
     def forward(self, x: Tensor) -> QuantizedTensor:
         """Return a quantized tensor of the shape of ``x`` (..., K)."""
+        if self.factor is not None:
+            quantized: QuantizedTensor = self.factor(x, x.shape[-1])
+            return quantized
         quantizer = constants_of(self._canonical) if is_compiling() else parse(self._canonical)
         if self.amax is None or self.scale_inv is None:
             return quantize_call(quantizer, x)[0]
         return quantize_with_factor(quantizer, x, self.amax, self.scale_inv)
+
+    def learn(self) -> None:
+        """Let training change the calibrated factor."""
+        quantizer = cast(Quantizer, parse(self._canonical))
+        amax, device = cast(Tensor, self.amax), cast(Tensor, self.amax).device
+        self.factor = LearnedFactor(quantizer, amax.item(), device)
+        self.amax = self.scale_inv = None
+
+    def freeze(self) -> None:
+        """Keep the learned factor as it is now."""
+        if self.factor is not None:
+            device = self.factor.log2_amax.device
+            amax, scale_inv = self.values()
+            self.amax = torch.tensor([amax], dtype=torch.float32, device=device)
+            self.scale_inv = torch.tensor([scale_inv], dtype=torch.float32, device=device)
+            self.factor = None
+
+    def values(self) -> tuple[float | None, float | None]:
+        """Return the amax and the decode factor; None if each input has its own."""
+        if self.factor is not None:
+            return self.factor.values()
+        amax, scale_inv = self.amax, self.scale_inv
+        return (
+            None if amax is None else amax.item(),
+            None if scale_inv is None else scale_inv.item(),
+        )
 
     def extra_repr(self) -> str:
         """Return the format and the amax for the repr of the module."""

@@ -22,6 +22,7 @@ from qtensor.core.dtensors import is_dtensor
 from qtensor.core.errors import ArgumentTypeError, DtypeError, UnsupportedError, fail
 from qtensor.core.quantizer_registry import QuantizerLike, parse
 from qtensor.core.torch_state import in_forward_mode, in_transform
+from qtensor.library.learned import encode_arguments
 from qtensor.library.quantize import QUANTIZE, RANDOM_SEED, maxima_of
 from qtensor.quantizers.dtensor_parts import check_parts, maxima_over_mesh, whole_of
 from qtensor.storage.base import QuantizedTensorStorage
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 RandomSource = torch.Generator | Tensor
 """Where the random bytes of a call come from: a generator, or the seed as an int64 tensor (1,)."""
+
+
+_FACTORS = ("scale_inv", "rowwise_global_scale_inv")
+"""Keywords of the slots that hold the decode factor of a tensor."""
 
 
 class QuantizerConstants(NamedTuple):
@@ -121,8 +126,8 @@ def quantize_with_factor(
 ) -> QuantizedTensor:
     """Return a tensor with a tensor-wide factor of the caller, whatever the maximum of ``x`` is.
 
-    Values beyond ``amax`` saturate. The last slot of the quantizer is the tensor-wide decode
-    factor, as in "fp8" and "nvfp4(with_global_scale_inv=True)".
+    Values beyond ``amax`` saturate. "fp8" and "nvfp4(with_global_scale_inv=True)" store the decode
+    factor in their last slot.
 
     Args:
         quantizer: the quantizer; its ``constants_of`` in a compiled region.
@@ -133,9 +138,10 @@ def quantize_with_factor(
     check_arguments(quantizer, x, None, None, has_out=False)
     if not is_compiling():
         _refuse_transforms(quantizer, x)
-    is_fp8 = quantizer.format == "fp8"
-    scale, maxima = (scale_inv.reciprocal(), None) if is_fp8 else (None, [amax])
-    return _with_gradient(x, quantizer, scale, maxima, None, scale_inv)[0]
+    scale, maxima = encode_arguments(quantizer.format, amax, scale_inv)
+    # NVFP4 computes the factor from the amax if it does not store one.
+    stored = scale_inv if quantizer.keywords[-1] in _FACTORS else None
+    return _with_gradient(x, quantizer, scale, maxima, None, stored)[0]
 
 
 # ---- the arguments

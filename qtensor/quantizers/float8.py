@@ -15,6 +15,7 @@ from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import float8
+from qtensor.reference.learned import slopes
 from qtensor.reference.scaling import fp8_scale
 from qtensor.storage.float8 import FLOAT8, Float8Tensor, Float8TensorStorage
 
@@ -61,6 +62,11 @@ class _Float8(Quantizer, abstract=True):
     tensor_cls = Float8Tensor
     storage_cls = Float8TensorStorage
     per_tensor = True
+
+    @property
+    def largest_code(self) -> float:
+        """Return the largest magnitude of the element."""
+        return float(self.element.max)
 
     def amax(self, x: Tensor) -> list[Tensor]:
         """Return [the amax of the tensor, float32 (1,)]."""
@@ -141,6 +147,16 @@ class Float8CurrentScalingQuantizer(_CurrentScaling):
     """
 
     format = "fp8"
+
+    @property
+    def learns_factor(self) -> bool:
+        """Return True without options but the element."""
+        return set(self.changed_options()) <= {"dtype"}
+
+    def factor_slopes(self, buffers: dict[str, Tensor], x: Tensor, factor: Tensor) -> Tensor:
+        """Return ``code - x / factor``, or the code where it is clipped."""
+        codes = float8.decode_codes(buffers, self.element).double().reshape(x.shape)
+        return slopes(x.double(), codes, factor, self.largest_code)
 
 
 @dataclass(frozen=True, kw_only=True)

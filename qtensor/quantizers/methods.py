@@ -74,6 +74,35 @@ class FormatMethods:
         """Return buffers of ``usage``, made exactly from the other direction, or None."""
         return None
 
+    @property
+    def learns_factor(self) -> bool:
+        """Whether training can learn the tensor-wide factor: ``factor_slopes`` is defined."""
+        return False
+
+    @property
+    def largest_code(self) -> float:
+        """What a tensor's amax is divided by to give its decode factor."""
+        raise UnsupportedError(
+            f"largest_code[{self.format}]: the format has no factor of the tensor. "
+            'Use "fp8" or "nvfp4".'
+        )
+
+    def factor_slopes(self, buffers: dict[str, Tensor], x: Tensor, factor: Tensor) -> Tensor:
+        """Return the derivatives of the decoded values by the tensor-wide decode factor.
+
+        Args:
+            buffers: rowwise, of ``x``.
+            x: what was quantized.
+            factor: the decode factor, float64 (1,).
+
+        Returns:
+            float64 of the shape of ``x`` or of its (M, K) view.
+        """
+        raise UnsupportedError(
+            f"factor_slopes[{self.format}]: the factor of this format is not learned. "
+            'Use "fp8" or "nvfp4".'
+        )
+
 
 class Multipliers(NamedTuple):
     """What a value is multiplied by before rounding, and its element after it, one by one."""

@@ -21,10 +21,12 @@ from qtensor.quantizers.options import check_choice
 from qtensor.reference import hadamard, nvfp4
 from qtensor.reference.blocks import (
     as_matrix,
+    block_amax,
     crop,
     pad_matrix,
     read_scales,
     spread,
+    to_blocks,
     write_scales_,
 )
 from qtensor.reference.elements import (
@@ -34,6 +36,7 @@ from qtensor.reference.elements import (
     pack_pairs,
     unpack_pairs,
 )
+from qtensor.reference.learned import slopes
 from qtensor.reference.philox import random_bytes
 from qtensor.storage.nvfp4 import NVFP4, NVFP4Tensor, NVFP4TensorStorage
 from qtensor.storage.tensor import QuantizedTensor
@@ -232,6 +235,36 @@ class NVFP4Quantizer(Quantizer):
                 if f"_amax{direction}" in buffers
             ]
         }
+
+    @property
+    def learns_factor(self) -> bool:
+        """Return True for rowwise data rounded to nearest, with blocks' factors up to 448."""
+        legal = {"with_2d_quantization", "swizzled", "with_global_scale_inv"}
+        return set(self.changed_options()) <= legal
+
+    @property
+    def largest_code(self) -> float:
+        """Return the largest product of an element and a block's factor."""
+        return E2M1.max * self.e4m3_max
+
+    def factor_slopes(self, buffers: dict[str, Tensor], x: Tensor, factor: Tensor) -> Tensor:
+        """Return the derivatives (M, K) by the chain rule over both roundings.
+
+        A block with the maximum m has the step ``t = factor * e4m3(m / 6 / factor)``, and decodes
+        to ``t * e2m1(x / t)``.
+        """
+        matrix = self._sources(x)["_rowwise"]
+        rows, cols = matrix.shape
+        packed = buffers["_rowwise_data"].reshape(rows, ceil_div(cols, 2))
+        grid = NVFP4Grid(self, matrix)
+        blocks = grid.take(buffers)
+        scales = decode(blocks, E4M3).double()
+        maxima = block_amax(to_blocks(matrix, *grid.block)).double()
+        outer = slopes(maxima / E2M1.max, scales, factor, E4M3.max)
+        steps = spread(scales * factor, *grid.block, (rows, cols))
+        codes = decode_pairs(packed, E2M1, cols).double()
+        inner = slopes(matrix.double(), codes, steps, E2M1.max)
+        return inner * spread(outer, *grid.block, (rows, cols))
 
     @functools.cached_property
     def _recipe(self) -> nvfp4.NVFP4Options:

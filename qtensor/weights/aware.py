@@ -9,6 +9,7 @@ unchanged.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +84,11 @@ def _class_of(own: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     return _CLASSES[own, names]
 
 
+def factor_name(parameter: str) -> str:
+    """Return the name of the submodule with the learned factor of a parameter."""
+    return f"{parameter}_factor"
+
+
 def _class_before(own: Any) -> type[nn.Module]:
     before: type[nn.Module] = own.class_before
     return before
@@ -93,10 +99,14 @@ def _property(name: str) -> property:
         parameter: Tensor | None = self._parameters[name]
         if parameter is None or not self.is_computing:
             return parameter
-        quantizer = self.weight_quantizers[name]
+        factor = self._modules.get(factor_name(name))
+        if factor is None:
+            quantize = self.weight_quantizers[name]
+        else:
+            quantize = functools.partial(factor, count=parameter.numel())
         if self.weights_are_transposed:
-            return quantizer(parameter.t()).t()
-        return quantizer(parameter)
+            return quantize(parameter.t()).t()
+        return quantize(parameter)
 
     return property(quantized)
 

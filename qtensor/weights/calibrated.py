@@ -161,8 +161,7 @@ class Calibration:
             for name, own in steps.items():
                 if not isinstance(own, InputQuantizer):
                     continue
-                amax = None if own.amax is None else own.amax.item()
-                scale_inv = None if own.scale_inv is None else own.scale_inv.item()
+                amax, scale_inv = own.values()
                 plain = CalibratedInput(own.format, amax)
                 same = plain.factor == scale_inv
                 found[name] = plain if same else CalibratedInput(own.format, amax, scale_inv)

@@ -16,6 +16,15 @@ from qtensor.quantizers import Quantizer
 from qtensor.weights.aware import QuantizationAware, become_aware, become_unaware
 from qtensor.weights.calibrated import CalibratedInput, Calibration
 from qtensor.weights.layers import Filter, named_layers
+from qtensor.weights.learned import (
+    check_inputs,
+    freeze,
+    learn_inputs,
+    learned_parts,
+    packed_weights,
+    set_weight_factors,
+    weight_starts,
+)
 from qtensor.weights.plain_reads import unwatch, watch
 from qtensor.weights.quantize import as_quantizer, chosen_layers, quantize_, report_of
 from qtensor.weights.rounding import Layer
@@ -29,6 +38,7 @@ def prepare_qat_(
     filter_fn: Filter | None = None,
     *,
     activations: bool | Format | Calibration = False,
+    learned_factors: bool | str = False,
 ) -> Conversion:
     """Let the linear layers of a model compute with quantized weights while they are trained.
 
@@ -41,6 +51,12 @@ def prepare_qat_(
     With ``activations``, layers also quantize their inputs, as after ``Calibration.apply``. The
     factors come from each input, or from a calibration, and then training does not change them.
 
+    With ``learned_factors``, an optimizer trains the tensor-wide factors of "fp8" and "nvfp4", with
+    the gradient of Esser et al., "Learned Step Size Quantization" (2020). Each is a new parameter
+    of one element, ``weight_factor.log2_amax`` or ``input_quantizer.factor.log2_amax`` of its
+    layer, which starts from the largest magnitude of the weight or from the calibration. Prepare
+    the model before the optimizer is made, and leave these parameters out of weight decay.
+
     Other code that multiplies by the weight of such a layer sees the plain parameter. The first
     forward pass of the model with gradients, in eager code, warns of it.
 
@@ -50,6 +66,9 @@ def prepare_qat_(
         filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
         activations: quantize the inputs of the layers too: True in the format of the weight, a
             format for all inputs, or the result of ``calibrate``.
+        learned_factors: "weights": learn a factor of each weight; "inputs": of each input, which
+            need a calibration; True: of the weights, and of the inputs that have a calibrated
+            factor; False: of none.
 
     Returns:
         The layers that were prepared, and those that were skipped with the reason. Its repr is a
@@ -57,7 +76,9 @@ def prepare_qat_(
 
     Raises:
         QTensorError: a format is unknown, takes its scale from earlier steps, or rounds at random;
-            a key matches no layer; there is no layer to prepare; the model is sharded.
+            a key matches no layer; there is no layer to prepare; the model is sharded; a factor is
+            to be learned that the format computes from blocks, rows or each input, or of a weight
+            that is not finite.
         UnsupportedError: the inputs of a layer with several weights are to be quantized.
     """
     if isinstance(model, nn.Module) and is_held(model):
@@ -70,6 +91,10 @@ def prepare_qat_(
             rule = "training and the packed model have equal bytes only if rounding is to nearest"
             safe = each.quantizer.is_requantization_safe()
             check(safe, PREPARE, rule, each.quantizer.canonical, "Drop stochastic_rounding")
+        of_weights, of_inputs = learned_parts(PREPARE, learned_factors)
+        starts = {w.name: weight_starts(PREPARE, w) for w in wanted} if of_weights else {}
+        if of_inputs:
+            check_inputs(PREPARE, model, wanted, activations, every=not of_weights)
         notes = {} if activations is False else _quantize_inputs(model, wanted, activations)
         for each in wanted:
             for module in each.target.modules:
@@ -77,10 +102,14 @@ def prepare_qat_(
                 known = before.get(module, _Weights({}, each.target.transposed))
                 new = dict.fromkeys(each.target.parameters, each.quantizer)
                 before[module] = known._replace(quantizers={**known.quantizers, **new})
+            set_weight_factors(each.target, each.quantizer, starts.get(each.name))
+            if of_inputs:
+                learn_inputs(each.target)
     watch(model)
     swapped = []
     for each in wanted:
-        note = each.quantizer.canonical + notes.get(each.name, "") + each.target.note
+        learned = ", learned factor" if each.name in starts else ""
+        note = each.quantizer.canonical + learned + notes.get(each.name, "") + each.target.note
         swapped.append(report_of(each.name, each.target, note))
     return Conversion(PREPARE, tuple(swapped), tuple(skipped))
 
@@ -132,7 +161,8 @@ def convert_qat_(model: nn.Module) -> Conversion:
     """Replace the weights that ``prepare_qat_`` prepared by quantized ones, in place.
 
     This is ``quantize_`` in the formats of the training. The layers get their own classes back, and
-    go on quantizing their inputs. The new parameters are frozen.
+    go on quantizing their inputs. The new parameters are frozen. Learned factors become those of
+    the quantized weights and of the inputs, exactly.
 
     Args:
         model: a model that ``prepare_qat_`` has prepared.
@@ -141,7 +171,7 @@ def convert_qat_(model: nn.Module) -> Conversion:
         The result of ``quantize_``.
 
     Raises:
-        QTensorError: no layer is prepared; the model is sharded.
+        QTensorError: no layer is prepared; the model is sharded; a learned factor is not finite.
     """
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
@@ -168,7 +198,11 @@ def convert_qat_(model: nn.Module) -> Conversion:
                 "one in the same way, and convert it"
             )
             fail(CONVERT, rule, "a sharded model", fix)
+        packed = packed_weights(CONVERT, model, prepared)
         done = quantize_(model, formats, lambda module, name: name in names)
+        for layer, weights in packed:
+            layer.put(weights)
+        freeze({module: weights.quantizers for module, weights in prepared.items()})
         unwatch(model)
         prepared.clear()
     return done

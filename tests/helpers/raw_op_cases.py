@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import layer_weights_cases as layers
+import learned_cases
 import torch
 from attention_cases import MAKERS as ATTENTION
 from formats import BY_NAME
@@ -331,6 +332,7 @@ def _elementwise(*names: str, **fixed: Any) -> Callable[[Maker], Arguments]:
 
 MAKERS: dict[str, Callable[[Maker], Arguments]] = {
     **ATTENTION,
+    **learned_cases.MAKERS,
     "quantize": _quantize,
     "quantize_": _quantize_inplace,
     "amax": lambda make: {

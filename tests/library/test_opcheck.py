@@ -9,6 +9,7 @@ from typing import Any
 
 import delayed_cases
 import layer_weights_cases
+import learned_cases
 import pytest
 import torch
 from attention_cases import MAKERS as ATTENTION_OPS
@@ -345,12 +346,9 @@ def record_groups_(case: FormatCase) -> Iterator[Sample]:
         yield (rows, "output", "", number, number[:1].clone(), *call, torch.ones(3)), {}
 
 
-def begin_recorded_forward_(case: FormatCase) -> Iterator[Sample]:
-    yield (torch.tensor([-1]),), {}
-
-
 SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     **{f"qtensor::{name}": attention_samples(name) for name in ATTENTION_OPS},
+    **learned_cases.SAMPLES,
     "qtensor::quantize": quantize,
     "qtensor::quantize_": quantize_,
     "qtensor::amax": amax,
@@ -388,7 +386,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::advance_step_": delayed_cases.advance_step_,
     "qtensor::record_tensor_": record_tensor_,
     "qtensor::record_groups_": record_groups_,
-    "qtensor::begin_recorded_forward_": begin_recorded_forward_,
+    "qtensor::begin_recorded_forward_": lambda case: iter([((torch.tensor([-1]),), {})]),
     "qtensor::norm": norm,
     "qtensor::norm_backward": norm_backward,
     "qtensor::bias_grad": bias_grad,
@@ -419,6 +417,7 @@ WITHOUT_FORMAT = {
         "advance_step_",
         "begin_recorded_forward_",
         "draw_seeds_",
+        *learned_cases.MAKERS,
         "report_accumulated_",
         "listed_sizes",
         "split_sizes",
