@@ -18,7 +18,7 @@ from qtensor.modules.learned_factor import LearnedFactor
 FORMATS = ["fp8", "nvfp4"]
 every_format = pytest.mark.parametrize("fmt", FORMATS)
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly(reason="slow; aot_eager is not"))
-OPTIONS = pytest.mark.nightly(reason="options of formats whose plain form is in the default tier")
+OPTIONS = pytest.mark.nightly(reason="options and dtypes; the plain form is in the default tier")
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
