@@ -27,7 +27,8 @@ class QuantizedInputExperts:
     The submodule ``input_quantizer`` holds an ``InputQuantizer`` for each stack of weights whose
     inputs are quantized. The rows of all experts are quantized together: those of the first product
     before they are sent to experts. Decoded to float32, they are multiplied by the weights of their
-    experts, with float32 sums. All else is as in ``grouped_mm`` of transformers.
+    experts, with float32 sums. All else is as in ``grouped_mm`` of transformers, which cannot be
+    called: it rounds rows to the dtype of the weights, to which decoded inputs need not belong.
     """
 
     class_before: type[nn.Module]

@@ -5,11 +5,14 @@ import pickle
 
 import pytest
 import torch
+import torch._inductor.config
+from torch import nn
 from torch.nn import functional as F
 
 import qtensor
 from qtensor import checkpoints
 from qtensor.modules.input_quantizer import NAME
+from qtensor.weights import expert_inputs
 from qtensor.weights.calibrated import CalibratedInput
 from tests.helpers.transformers_models import IDS, config, dense, load, transformers
 
@@ -22,11 +25,19 @@ def is_experts(module, name):
     return "experts" in name
 
 
+def with_biases(model):
+    """The model, whose biases of experts are no longer zero."""
+    for name, parameter in model.named_parameters():
+        if "experts" in name and name.endswith("_bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
 def quantized(name, folder):
     """A model whose experts are quantized; gpt-oss stores them as (E, K, N), with biases."""
     dense(name, folder)
-    fmt = {"*experts*": "nvfp4"}
-    return load(folder, quantization_config=integration.QTensorConfig(fmt), dtype=torch.bfloat16)
+    asked = integration.QTensorConfig({"*experts*": "nvfp4"})
+    return with_biases(load(folder, quantization_config=asked, dtype=torch.bfloat16))
 
 
 def expected(experts, x, index, weights):
@@ -80,6 +91,20 @@ def test_bytes(name, tmp_path):
     assert NAME not in experts._modules
 
 
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "quantized"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_forward_pass_is_that_of_transformers(name, plain, tmp_path):
+    """Without quantizers the bits are those of their grouped_mm, which may change in a release."""
+    model = with_biases(dense(name, tmp_path)) if plain else quantized(name, tmp_path)
+    experts = model.model.layers[0].mlp.experts
+    x, weights = torch.randn(7, 64).bfloat16(), torch.rand(7, 2).bfloat16()
+    index = torch.tensor([[0, 3], [3, 0], [0, 1], [1, 3], [3, 1], [0, 3], [1, 0]])
+    theirs = transformers.integrations.moe.grouped_mm_experts_forward
+    wanted = theirs(experts, x, index, weights)
+    experts._modules[NAME] = nn.ModuleDict()
+    assert torch.equal(expert_inputs._forward(experts, x, index, weights), wanted)
+
+
 def test_experts_prepared_with_inputs_are_pickled(tmp_path):
     model = dense("qwen3-moe", tmp_path)
     qtensor.prepare_qat_(model, "mxfp4", activations="mxfp8")
@@ -108,6 +133,27 @@ def test_copies_compiled_code_and_a_second_calibration(name, tmp_path):
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(IDS).logits, y)
+
+
+@pytest.mark.nightly(reason="inductor compiles the experts")
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_inductor(name, tmp_path):
+    """Outputs and gradients have the bits of eager mode, whose roundings inductor keeps here."""
+    model = quantized(name, tmp_path)
+    qtensor.calibrate(model, [IDS], "nvfp4", filter_fn=is_experts).apply(model)
+    experts = model.model.layers[0].mlp.experts
+    x, weights = (torch.randn(7, n).bfloat16().requires_grad_() for n in (64, 2))
+    index = torch.tensor([[0, 3], [3, 0], [0, 1], [1, 3], [3, 1], [0, 3], [1, 0]])
+
+    def run(function):
+        y = function(x, index, weights)
+        return y, *torch.autograd.grad(y.float().square().sum(), (x, weights))
+
+    wanted = run(experts)
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        got = run(torch.compile(experts, fullgraph=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["qtensor", "compressed-tensors"])

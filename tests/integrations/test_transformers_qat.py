@@ -126,12 +126,14 @@ def test_compiled_experts(activations):
 
 
 @pytest.mark.nightly(reason="inductor compiles the experts")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("converted", [False, True], ids=["prepared", "converted"])
-def test_experts_in_one_graph(backend, converted):
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8", "fp8_rowwise"])
+def test_experts_in_one_graph(fmt, converted, backend):
     """Outputs and gradients have the bits of eager mode, whose roundings inductor keeps here."""
-    model = make("qwen3-moe", torch.bfloat16)
-    qtensor.prepare_qat_(model, "nvfp4", is_layer, activations=True)
+    model = make("mixtral" if fmt.startswith("fp8") else "qwen3-moe", torch.bfloat16)
+    qtensor.prepare_qat_(model, fmt, is_layer, activations=True)
     if converted:
         qtensor.convert_qat_(model)
     experts = model.model.layers[0].mlp.experts
