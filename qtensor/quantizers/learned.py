@@ -40,6 +40,9 @@ def quantize_with_learned_factor(
     if is_dtensor(x):
         rule, fix = "a factor is learned from whole tensors", "Train without learned_factors"
         fail("prepare_qat_", rule, "a DTensor", fix, UnsupportedError)
+    if log2_amax.dtype != torch.float32:
+        fix = "Leave param_dtype out of MixedPrecisionPolicy, or train without learned_factors"
+        fail("prepare_qat_", "learned factors stay float32", log2_amax.dtype, fix)
     called = constants_of(quantizer.canonical) if is_compiling() else quantizer
     return _LearnedFactor.apply(x, log2_amax, called, count)
 

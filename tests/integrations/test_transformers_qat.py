@@ -156,19 +156,56 @@ def test_experts_in_one_graph(fmt, converted, backend):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_layer_that_stores_its_weight_transposed():
+COMPILED = pytest.param("aot_eager", marks=pytest.mark.nightly(reason="compiles a whole model"))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("backend", [None, COMPILED])
+def test_experts_learn_a_factor_for_each_stack(backend):
+    model = make("qwen3-moe", torch.bfloat16)
+    formats = {"*experts*": "nvfp4", "*": None}
+    found = qtensor.calibrate(model, [IDS], filter_fn=lambda module, name: "experts" in name)
+    qtensor.prepare_qat_(model, formats, activations=found, learned_factors=True)
+    name = "model.layers.0.mlp.experts"
+    names = [
+        f"{name}.{own}"
+        for own in (
+            *("gate_up_proj_factor", "down_proj_factor"),
+            *("input_quantizer.gate_up_proj.factor", "input_quantizer.down_proj.factor"),
+        )
+    ]
+    before = [model.get_submodule(name).log2_amax.item() for name in names]
+    call = model if backend is None else torch.compile(model, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    for _ in range(2):
+        call(IDS).logits.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = [model.get_submodule(name).log2_amax.item() for name in names]
+    assert all(a != b for a, b in zip(after, before, strict=True))
+    wanted = logits(model)
+    qtensor.convert_qat_(model)
+    assert not any("factor" in name for name in model.state_dict())
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_layer_that_stores_its_weight_transposed(learned):
     torch.manual_seed(0)
     sizes = transformers.GPT2Config(
         vocab_size=64, n_embd=64, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=1
     )
     model = transformers.AutoModelForCausalLM.from_config(sizes)
-    done = qtensor.prepare_qat_(model, "mxfp8")
+    fmt = "fp8" if learned else "mxfp8"
+    done = qtensor.prepare_qat_(model, fmt, learned_factors=learned)
     assert len(done.swapped) == 4
     model.eval()
     y = model(IDS).logits
     y.sum().backward()
     layer = model.transformer.h[0].mlp.c_fc
     assert layer.weight.grad.abs().sum() > 0
+    if learned:
+        assert layer.weight_factor.log2_amax.grad != 0
     qtensor.convert_qat_(model)
     assert torch.equal(logits(model), y)
     assert not layer.weight.quantizer.rowwise  # the transpose of rowwise data

@@ -14,13 +14,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import qtensor
 
 
-def prepared(activations: bool) -> GPT:
-    model = plain()
-    qtensor.prepare_qat_(model, {"head": None, "*": "nvfp4"}, activations=activations)
+def prepared(activations: bool | str) -> GPT:
+    model, formats = plain(), {"head": None, "*": "nvfp4"}
+    if activations == "learned":
+        found = qtensor.calibrate(model, [torch.arange(64).view(2, 32)], formats)
+        qtensor.prepare_qat_(model, formats, activations=found, learned_factors=True)
+    else:
+        qtensor.prepare_qat_(model, formats, activations=activations)
     return model
 
 
-def run_training(activations: bool, compiled: bool) -> None:
+def run_training(activations: bool | str, compiled: bool) -> None:
     """Ranks gather plain weights and quantize the whole; the result converts on one of them."""
 
     def make() -> Any:
@@ -55,8 +59,10 @@ WIDE = pytest.mark.nightly(
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=WIDE)], ids=["eager", "compiled"]
 )
-@pytest.mark.parametrize("activations", [False, True], ids=["weights", "inputs"])
-def test_training_equals_one_process(ranks: Ranks, activations: bool, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    "activations", [False, True, "learned"], ids=["weights", "inputs", "learned"]
+)
+def test_training_equals_one_process(ranks: Ranks, activations: bool | str, compiled: bool) -> None:
     ranks.run(run_training, activations, compiled)
 
 

@@ -366,3 +366,10 @@ def test_a_factor_that_is_not_finite():
         qtensor.QTensorError, match=r"log2_amax must hold 1 value of torch\.float32"
     ):
         LEARNED_FACTOR(torch.ones(1).bfloat16(), "nvfp4")
+    # Mixed precision of fully_shard casts all parameters below it.
+    factor = model.up.weight_factor
+    factor.log2_amax.data = factor.log2_amax.data.bfloat16()
+    with pytest.raises(
+        qtensor.QTensorError, match=r"stay float32; got torch\.bfloat16.*param_dtype"
+    ):
+        model(rand(4, 64))
