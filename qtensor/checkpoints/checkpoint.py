@@ -163,10 +163,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @functools.cached_property
     def described(self) -> dict[str, Tensor]:
-        """Return the rotations that a config describes, as tensors that our layout stores.
-
-        ``checkpoint[name]`` reads them. They are not among the names of the mapping.
-        """
+        """Return rotations that the config describes, by names that the mapping does not list."""
         blocks = {f"{m}.{ROTATION}": t.block for m, t in self.input_transforms.items() if t.block}
         return {n: torch.tensor([size]) for n, size in blocks.items() if n not in self._names}
 
@@ -278,10 +275,9 @@ class Checkpoint(Mapping[str, Tensor]):
         group = self.groups.get(name)
         if group is not None:
             return group.roles.values()
-        stored = self._container.infos.get(name)
-        if stored is None and name not in self.described:
-            raise KeyError(name)
-        return () if stored is None else (stored,)
+        if name in self._container.infos or name not in self.described:
+            return (self._container.infos[name],)
+        return ()
 
     @in_memory
     def why_dense(self, name: str) -> str | None:
