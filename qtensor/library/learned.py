@@ -18,11 +18,17 @@ from qtensor.core.quantizer_registry import QuantizerLike, by_name, parse
 from qtensor.library.checks import check_one
 from qtensor.library.define import SymInt, empty, leaf_op
 from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, check_input
-from qtensor.reference.learned import ordered_sum
+from qtensor.reference.arithmetic import row_sums
+from qtensor.reference.blocks import as_matrix
 from qtensor.reference.scaling import quotient
 
 LEAST_LOG2, MOST_LOG2 = -40.0, 100.0
 """Logarithms are clamped to this range: amax and decode factor are then normal float32 numbers."""
+
+_CPU_PART, _PART = 1 << 16, 1 << 24
+"""Elements of a part of the gradient: it stays in a cache of a CPU, and fills a GPU."""
+_SQUARE = 16
+"""Rows of a part are whole square blocks."""
 
 
 class _FactorArgs(NamedTuple):
@@ -78,15 +84,24 @@ def _backward_alloc(args: _BackwardArgs) -> list[Tensor]:
 
 
 def _backward_fill(results: list[Tensor], args: _BackwardArgs) -> None:
-    quantizer, x = parse(args.quantizer), args.x
+    quantizer = parse(args.quantizer)
     amax, scale_inv = LEARNED_FACTOR(args.log2_amax, args.quantizer)
-    buffers = QUANTIZE(x, args.quantizer, *encode_arguments(quantizer.format, amax, scale_inv))
-    factor, grad = scale_inv.double(), args.grad.double()
-    named = by_name(quantizer, buffers)
-    total = ordered_sum(grad * quantizer.factor_slopes(named, x, factor).reshape(x.shape))
-    largest = quantizer.largest_code
-    inside = x.double().abs() < largest * factor
-    results[0].copy_(torch.where(inside, args.grad, 0))
+    encode = encode_arguments(quantizer.format, amax, scale_inv)
+    factor, largest = scale_inv.double(), quantizer.largest_code
+    matrix, grads = as_matrix(args.x), as_matrix(args.grad)
+    to_x = as_matrix(results[0])
+    sums = [factor.new_zeros(0, 1)]
+    # Rows are independent: a part at a time bounds the memory of the float64 values.
+    count = (_CPU_PART if matrix.is_cpu else _PART) // max(matrix.shape[1], 1)
+    count = max(count // _SQUARE, 1) * _SQUARE
+    for first in range(0, matrix.shape[0], count):
+        rows = slice(first, first + count)
+        x, grad = matrix[rows], grads[rows]
+        buffers = by_name(quantizer, QUANTIZE(x, args.quantizer, *encode))
+        slopes = quantizer.factor_slopes(buffers, x, factor)
+        sums.append(row_sums(slopes.mul_(grad)))
+        to_x[rows] = torch.where(x.double().abs() < largest * factor, grad, 0)
+    total = row_sums(torch.cat(sums).t()).reshape(1)
     # d factor / d log2(amax) = factor * ln(2); the paper scales the gradient by the root.
     slope = factor * math.log(2) / math.sqrt(args.count * largest)
     results[1].copy_(total * slope)
@@ -107,5 +122,6 @@ LEARNED_FACTOR_BACKWARD = leaf_op(
 )
 """Return the gradients of ``x``, in the dtype of ``grad``, and of ``log2_amax``, float32 (1,).
 
-The gradient of ``x`` is 0 where the tensor's factor clips. ``count`` is N of the paper's scale.
+The gradient of ``x`` is 0 where the tensor's factor clips. ``count`` is N of the paper's scale. The
+terms of ``log2_amax`` are float64; ``row_sums`` adds those of each row, and then the rows.
 """

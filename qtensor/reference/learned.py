@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qtensor.reference.arithmetic import row_sums
-from qtensor.reference.blocks import as_matrix
-
 
 def slopes(x: Tensor, codes: Tensor, step: Tensor, largest: float) -> Tensor:
     """Return the derivatives of ``step * round(x / step)`` by ``step``, float64 like ``x``.
@@ -23,8 +20,3 @@ def slopes(x: Tensor, codes: Tensor, step: Tensor, largest: float) -> Tensor:
     """
     scaled = x / step
     return torch.where(scaled.abs() < largest, codes - scaled, codes)
-
-
-def ordered_sum(terms: Tensor) -> Tensor:
-    """Return the sum of float64 terms of any shape, (1,): of each row first, by ``row_sums``."""
-    return row_sums(row_sums(as_matrix(terms)).t()).reshape(1)

@@ -99,16 +99,17 @@ def set_weight_factors(
 
     Modules that share a weight share its factor.
     """
+    changed = starts is not None
     for index, own in enumerate(layer.parameters):
         factor = None
         if starts is not None:
-            device = layer.stored[index].device
-            factor = LearnedFactor(quantizer, starts[index], device)
+            factor = LearnedFactor(quantizer, starts[index], layer.stored[index].device)
         for module in layer.modules:
-            module._modules.pop(factor_name(own), None)
+            changed |= module._modules.pop(factor_name(own), None) is not None
             if factor is not None:
                 module.add_module(factor_name(own), factor)
-    forget_graphs()
+    if changed:
+        forget_graphs()
 
 
 def learn_inputs(layer: WeightLayer) -> None:
@@ -119,6 +120,7 @@ def learn_inputs(layer: WeightLayer) -> None:
         for quantizer in chosen or _input_quantizers(module):
             if quantizer.amax is not None:
                 quantizer.learn()
+                forget_graphs()
 
 
 def packed_weights(
@@ -158,12 +160,15 @@ def freeze(prepared: Mapping[nn.Module, Iterable[str]]) -> None:
 
     ``prepared`` maps modules to the names of their weights.
     """
+    changed = False
     for module, names in prepared.items():
         for own in names:
-            module._modules.pop(factor_name(own), None)
+            changed |= module._modules.pop(factor_name(own), None) is not None
         for quantizer in _input_quantizers(module):
+            changed |= quantizer.factor is not None
             quantizer.freeze()
-    forget_graphs()
+    if changed:
+        forget_graphs()
 
 
 def _input_quantizers(module: nn.Module) -> list[InputQuantizer]:

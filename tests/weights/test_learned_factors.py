@@ -12,6 +12,7 @@ from formats import assert_same_bytes, assert_same_tensor, rand
 from torch import nn
 
 import qtensor
+from qtensor.library import learned
 from qtensor.library.learned import LEARNED_FACTOR, LEARNED_FACTOR_BACKWARD
 from qtensor.modules.learned_factor import LearnedFactor
 
@@ -127,8 +128,9 @@ def test_a_layer_passes_both_gradients(fmt):
     assert x.grad.eq(0).any()
 
 
-def test_the_sum_has_one_order():
-    """Other numbers of threads, and other strides, give the same bits."""
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4", "nvfp4(with_2d_quantization=True)"])
+def test_the_sum_has_one_order(fmt, monkeypatch):
+    """Other numbers of threads, other strides and other parts give the same bits."""
     x, grad, log2 = rand(300, 520), rand(300, 520, seed=1), torch.tensor([1.0])
     threads = torch.get_num_threads()
     found = []
@@ -136,11 +138,15 @@ def test_the_sum_has_one_order():
         for count in (1, 3):
             torch.set_num_threads(count)
             for strided in (x, x.t().contiguous().t()):
-                found += [LEARNED_FACTOR_BACKWARD(grad, strided, log2, "nvfp4", 64)[1]]
+                found += [LEARNED_FACTOR_BACKWARD(grad, strided, log2, fmt, 64)]
     finally:
         torch.set_num_threads(threads)
+    for elements in (1, 1 << 24):
+        monkeypatch.setattr(learned, "_CPU_PART", elements)
+        found += [LEARNED_FACTOR_BACKWARD(grad, x, log2, fmt, 64)]
     for other in found[1:]:
-        assert_same_bytes(other, found[0])
+        for part, wanted in zip(other, found[0], strict=True):
+            assert_same_bytes(part, wanted)
 
 
 # ---- equal bits
