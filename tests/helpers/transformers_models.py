@@ -70,7 +70,9 @@ def dense(name, folder):
     model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:
+            if not parameter.any():
+                parameter.normal_()  # biases begin as zeros, and a lost one would not be seen
+            elif parameter.ndim > 1:
                 parameter.mul_(4)  # the default of 0.02 makes all logits alike
     model.save_pretrained(folder)
     return model.eval()
