@@ -77,7 +77,8 @@ def test_the_files_that_share_values_hold_each(request):
     for file in files.keys() & nightly.SHARED.keys():
         shared = nightly.OF_THIRDS if file in nightly.THIRDS else ()
         assert gaps(files[file], shared) == set(), file
-    assert gaps([cell for file in nightly.THIRDS for cell in files[file]]) == set()
+    if files.keys() >= set(nightly.THIRDS):  # not where a part of the tests is collected
+        assert gaps([cell for file in nightly.THIRDS for cell in files[file]]) == set()
 
 
 @pytest.mark.parametrize(

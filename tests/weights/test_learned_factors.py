@@ -15,6 +15,7 @@ import qtensor
 from qtensor.library import learned
 from qtensor.library.learned import LEARNED_FACTOR, LEARNED_FACTOR_BACKWARD
 from qtensor.modules.learned_factor import LearnedFactor
+from tests.weights.test_weights_qat import Net
 
 FORMATS = ["fp8", "nvfp4"]
 every_format = pytest.mark.parametrize("fmt", FORMATS)
@@ -22,18 +23,6 @@ INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly(reason="slow; aot_
 OPTIONS = pytest.mark.nightly(reason="options and dtypes; the plain form is in the default tier")
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-class Net(nn.Module):
-    """Two linear layers with and without a bias, and one that stays plain."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x):
-        return self.head(x + self.down(torch.relu(self.up(x))))
 
 
 def prepared(fmt, learned_factors=True, dtype=torch.float32):
