@@ -9,10 +9,11 @@ functions below a mode.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,6 @@ from torch.overrides import TorchFunctionMode
 from qtensor.core.graphs import without_graphs
 from qtensor.core.texts import some
 from qtensor.weights.aware import QuantizationAware
-
-_WATCH = "_qat_watch"
-"""Attribute of the root: the handles of its hooks, and a `_Watch` while a forward pass runs."""
 
 
 class _PlainReads(TorchFunctionMode):
@@ -43,7 +41,7 @@ class _PlainReads(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Sequence[type],
+        classes: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -56,47 +54,55 @@ class _PlainReads(TorchFunctionMode):
         return result
 
 
-class _Watch(NamedTuple):
-    mode: _PlainReads
-    stack: ExitStack
+class _Watched:
+    """``forward`` of a model before its first pass with gradients.
+
+    Unlike a pair of hooks, it also leaves the mode after an interrupt.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.before = model.__dict__.get("forward")
+        self.is_done = False
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The forward of the model itself."""
+        return self.before or functools.partial(type(self.model).forward, self.model)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_done or is_compiling() or not torch.is_grad_enabled():
+            return self.own(*args, **kwargs)
+        with without_graphs(), _PlainReads(self.model) as mode:
+            output = self.own(*args, **kwargs)
+        self.is_done = True  # another library may have wrapped this object
+        unwatch(self.model)
+        if mode.names:
+            warnings.warn(
+                f"prepare_qat_: code outside of the layer computes with the plain "
+                f"{some(mode.names)}. After convert_qat_ it computes with the quantized weight, "
+                "for which it was not trained. Let it call the layer, or leave the layer out with "
+                "filter_fn.",
+                stacklevel=2,
+            )
+        return output
 
 
 def watch(model: nn.Module) -> None:
     """Let the first forward pass of a model with gradients warn of such code."""
-    if _WATCH not in model.__dict__:
-        begin = model.register_forward_pre_hook(_begin)
-        end = model.register_forward_hook(_end, always_call=True)
-        model.__dict__[_WATCH] = [begin, end, None]
+    if not isinstance(model.__dict__.get("forward"), _Watched):
+        model.forward = _Watched(model)
 
 
 def unwatch(model: nn.Module) -> None:
-    """Remove the hooks from a model and its submodules."""
+    """Give a model and its submodules their own ``forward`` back."""
     for module in model.modules():
-        for handle in module.__dict__.pop(_WATCH, ())[:2]:
-            handle.remove()
-
-
-def _begin(model: nn.Module, args: tuple[Any, ...]) -> None:
-    if is_compiling() or not torch.is_grad_enabled() or model.__dict__[_WATCH][2] is not None:
-        return
-    with ExitStack() as stack:
-        stack.enter_context(without_graphs())
-        mode = stack.enter_context(_PlainReads(model))
-        model.__dict__[_WATCH][2] = _Watch(mode, stack.pop_all())
-
-
-def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if is_compiling() or model.__dict__[_WATCH][2] is None:
-        return
-    (mode, stack), model.__dict__[_WATCH][2] = model.__dict__[_WATCH][2], None
-    stack.close()
-    if output is None:
-        return  # the forward pass raised an error
-    unwatch(model)
-    if mode.names:
-        warnings.warn(
-            f"prepare_qat_: code outside of the layer computes with the plain {some(mode.names)}. "
-            "After convert_qat_ it computes with the quantized weight, for which it was not "
-            "trained. Let it call the layer, or leave the layer out with filter_fn.",
-            stacklevel=2,
-        )
+        watched = module.__dict__.get("forward")
+        if isinstance(watched, _Watched):
+            del module.forward
+            if watched.before is not None:
+                module.forward = watched.before

@@ -1,6 +1,7 @@
 """``prepare_qat_`` and ``convert_qat_``: the outputs of training are those of the packed model."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -304,14 +305,70 @@ def test_code_that_computes_with_the_plain_weight():
         model(x)
     assert len(found) == 1
     model(x).sum().backward()
-    assert {*model._forward_hooks, *model._forward_pre_hooks} == set()
+    assert "forward" not in vars(model)
     with pytest.warns(UserWarning, match="the plain down"):
         copied(x)
     for call in (lambda net: net(x), qtensor.convert_qat_):
         other = prepared()
-        assert other._forward_hooks
+        assert "forward" in vars(other)
         call(other)
-        assert {*other._forward_hooks, *other._forward_pre_hooks} == set()
+        assert "forward" not in vars(other)
+
+
+class Interrupted(MultipliesItself):
+    """A model whose forward pass is interrupted, once."""
+
+    interrupts = True
+
+    def forward(self, x):
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_an_interrupted_first_pass():
+    """It leaves no mode, compiled code is compiled again, and the next pass warns."""
+    model, x, graphs = Interrupted(), rand(4, 64), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(torch.relu, backend=backend)
+    qtensor.prepare_qat_(model, "nvfp4", lambda m, name: name != "head")
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    assert torch.overrides._len_torch_function_stack() == 0
+    compiled(x)
+    assert len(graphs) == 1
+    with pytest.warns(UserWarning, match="the plain down"):
+        model(x)
+
+
+def test_first_pass_of_copies_and_wrapped_models():
+    """What other libraries do with ``forward`` goes on working."""
+    x = rand(4, 64)
+    model = MultipliesItself()
+    own = model.forward
+    model.forward = lambda y: own(2 * y)
+    qtensor.prepare_qat_(model, "nvfp4", lambda m, name: name != "head")
+    assert list(inspect.signature(model.forward).parameters) == ["y"]
+    with pytest.warns(UserWarning, match="the plain down"):
+        twice = model(x)
+    assert torch.equal(model.forward(x), twice)
+    assert torch.equal(own(2 * x), twice)
+    # accelerate replaces the forward that it finds.
+    model = MultipliesItself()
+    qtensor.prepare_qat_(model, "nvfp4", lambda m, name: name != "head")
+    model = pickle.loads(pickle.dumps(model))
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
+    wrapped = model.forward
+    model.forward = lambda y: wrapped(2 * y)
+    with pytest.warns(UserWarning, match="the plain down"):
+        twice = model(x)
+    assert torch.equal(model(x), twice)  # without a second warning
+    assert torch.equal(wrapped(2 * x), twice)
 
 
 def test_layers_with_one_weight():
