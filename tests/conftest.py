@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
-from torch_process import COLLECTION
+from torch_process import collect_rarely
 
 from qtensor.kernels.cpu import native
 from qtensor.library.native_ops import left_to_python
@@ -84,8 +84,7 @@ def pytest_collection() -> Iterator[None]:
     """
     gc.disable()
     result = yield
-    gc.freeze()
-    gc.set_threshold(*COLLECTION)
+    collect_rarely()
     gc.enable()
     return result
 
