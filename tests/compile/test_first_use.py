@@ -74,6 +74,9 @@ for name in ("fp8", "mxfp8", "nvfp4"):
 """
 
 
+WIDE = pytest.mark.nightly(reason="a process of its own; other cells begin without data too")
+
+
 @functools.cache
 def printed(first: str, recipe: str) -> str:
     """Return what the program prints in a process that has imported torch alone."""
@@ -81,7 +84,7 @@ def printed(first: str, recipe: str) -> str:
     return torch_process.run(PROGRAM, first, recipe, environment=environment).stdout
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("first", ["explain", "fake", "meta"])
+@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=WIDE), "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("first", [pytest.param("explain", marks=WIDE), "fake", "meta"])
 def test_a_process_that_begins_without_data(first, recipe):
     assert printed(first, recipe) == printed("nothing", recipe)

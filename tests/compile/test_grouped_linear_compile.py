@@ -33,6 +33,7 @@ SPLITS = ([20, 30, 40, 10], [25, 26, 27, 22], [33, 0, 7, 60], [1, 2, 97, 0], [0,
 
 main_ids = pytest.mark.parametrize("name", MAIN)
 each_form = pytest.mark.parametrize("form", ["list", "tensor"])
+WIDE = pytest.mark.nightly(reason="compiles for a second; other cells hold each value")
 
 
 def grouped(recipe: str, groups: int = 4, **options):
@@ -238,16 +239,12 @@ def test_delayed_wgrad(name: str, backend: str):
 @pytest.mark.parametrize(
     ("forward", "form"),
     [
-        ("eager", "list"),
+        pytest.param("eager", "list", marks=WIDE),
         ("compiled", "tensor"),
-        pytest.param(
-            "compiled",
-            "list",
-            marks=pytest.mark.nightly(reason="the other rows hold both values of both"),
-        ),
+        pytest.param("compiled", "list", marks=WIDE),
     ],
 )
-@pytest.mark.parametrize("way", ["enable", "config"])
+@pytest.mark.parametrize("way", ["enable", pytest.param("config", marks=WIDE)])
 def test_compiled_autograd(name: str, forward: str, form: str, way: str):
     """The backward pass is captured; no graph is added from the third iteration on."""
     module = grouped(name)
@@ -315,8 +312,8 @@ BAD = {
 
 
 @backends
-@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
-@each_form
+@pytest.mark.parametrize("name", ["mxfp8", pytest.param("delayed", marks=WIDE)])
+@pytest.mark.parametrize("form", ["tensor", pytest.param("list", marks=WIDE)])
 def test_bad_sizes(form: str, name: str, backend: str):
     """The error of eager code, raised in the graph; good calls before and after it share theirs."""
     module = grouped(name, name="moe")

@@ -19,7 +19,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+_COMBINED = ("mean", "ring and residual")
+_WIDE = pytest.mark.nightly(reason="a second a cell; two have most of the options")
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in ("pages", *_COMBINED) else pytest.param(c, marks=_WIDE) for c in CASES]
+)
 def test_one_graph_for_all_tokens(case):
     caches = [qtensor.KVCache(2, 2, 32, **{"capacity": 40, **CASES[case]}) for _ in range(2)]
     prompt = [rand(2, heads, 12, 32) for heads in (4, 2, 2)]

@@ -63,7 +63,10 @@ def recorded(kind: str) -> Recorded:
     return same, names, log.layers, weight.shape[0], found
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("ddp", marks=pytest.mark.nightly(reason="the records of fsdp2")), "fsdp2"],
+)
 def test_two_ranks(ranks: Ranks, kind: str) -> None:
     """The weight is seen whole. The gradient is that of the backward pass, or with FSDP2, which
     does not pass it through autograd, this rank's part of the reduced one."""

@@ -48,8 +48,13 @@ def test_compiled_experts_in_float32(prepared):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("activations", [False, True], ids=["weights", "inputs"])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+WIDE = pytest.mark.nightly(reason="seconds a cell; inputs of nvfp4 are trained")
+
+
+@pytest.mark.parametrize(
+    "activations", [pytest.param(False, marks=WIDE), True], ids=["weights", "inputs"]
+)
+@pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("mxfp4", marks=WIDE)])
 def test_a_run_of_trainer(fmt, activations, tmp_path):
     """Trained, resumed, converted, saved, loaded, and converted to another layout: equal logits."""
 

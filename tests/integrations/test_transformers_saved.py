@@ -95,6 +95,7 @@ def test_names_in_a_dict_of_formats(tmp_path):
         load(tmp_path, quantization_config=QTensorConfig({"*.gate": "nvfp4"}))
 
 
+WIDE = pytest.mark.nightly(reason="a new process imports transformers; another cell is like it")
 STOPS = f"""
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
@@ -115,8 +116,15 @@ for folder in ("saved", "shards", "written"):
 """
 
 
-@pytest.mark.parametrize("blocked", [(), ("qtensor",)], ids=["not imported", "not installed"])
-@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("fmt", "blocked"),
+    [
+        pytest.param("fp8", (), id="fp8-not imported", marks=WIDE),
+        pytest.param("fp8", ("qtensor",), id="fp8-not installed"),
+        pytest.param("nvfp4", (), id="nvfp4-not imported", marks=WIDE),
+        pytest.param("nvfp4", ("qtensor",), id="nvfp4-not installed", marks=WIDE),
+    ],
+)
 def test_a_process_without_the_integration_stops(fmt, blocked, tmp_path):
     """The codes of fp8 have the shape of the weight; those of nvfp4 have not."""
     dense("llama", tmp_path / "dense")

@@ -16,8 +16,8 @@ from benchmarks.memory import RESET, peak_mib
 from qtensor.build.compilers import _free_memory
 from qtensor.kernels.cpu import attention, native
 
-SHAPE = (1 << 13, 1 << 14)
-"""256 MiB of bfloat16. Zeros that were never written take no memory of their own, so only what a
+SHAPE = (1 << 12, 1 << 14)
+"""128 MiB of bfloat16. Zeros that were never written take no memory of their own, so only what a
 call adds is seen.
 """
 MIB = 1 << 20
@@ -45,7 +45,7 @@ def _room() -> None:
         pytest.skip(reason="this system does not reset the peak of a process")
     free = _free_memory()
     if free is None or free < 1 << 30:
-        pytest.skip(reason="256 MiB of bfloat16 decode to 256 MiB beside their codes")
+        pytest.skip(reason="128 MiB of bfloat16 decode to 128 MiB beside their codes")
     if isinstance(native.library(), str):
         pytest.skip(reason=f"no native kernels: {native.library()}")
 

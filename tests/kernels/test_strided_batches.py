@@ -165,7 +165,17 @@ def test_gradients(fmt: str, frozen: bool, decoded: list[Any]) -> None:
     assert not decoded
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "dynamic",
+    [
+        pytest.param(False, id="static"),
+        pytest.param(
+            True,
+            id="dynamic",
+            marks=pytest.mark.nightly(reason="symbolic shapes take five times as long to trace"),
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "backend",
     [

@@ -34,8 +34,8 @@ CASES = [
 WIDE = pytest.mark.nightly(reason="the compiler takes seconds; another cell is like it")
 each_target = pytest.mark.parametrize("target", triton_compiler.TARGETS)
 IDS = ["-".join([name, *map(str, options.items())]) for name, options in CASES]
-DEFAULT = [("fp8_blockwise", BOTH), ("mxfp6", {"packed": True, **BOTH}), ("nvfp4", BOTH)]
-"""Factors of a grid, of blocks of 32 and of two levels."""
+DEFAULT = [("mxfp6", {"packed": True, **BOTH}), ("nvfp4", BOTH)]
+"""Factors of blocks of 32 and of two levels."""
 ROWS = [
     pytest.param(*case, id=id, marks=[] if case in DEFAULT else WIDE)
     for case, id in zip(CASES, IDS, strict=True)

@@ -135,7 +135,13 @@ def test_grouped(backend, enabled):
     assert counter is None or counter.frame_count == 1
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(None, marks=pytest.mark.nightly(reason="a part of the compiled one")),
+        "aot_eager",
+    ],
+)
 def test_under_compiled_autograd(backend):
     fused = ready(build("swiglu_mlp", **FUSED))
     call, _ = traced(fused, backend)

@@ -24,6 +24,7 @@ from qtensor import ops, recipes
 from qtensor.library import recomputation
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+WIDE = pytest.mark.nightly(reason="compiles for a second; another cell is like it")
 
 
 class OwnFunction(torch.autograd.Function):
@@ -251,7 +252,12 @@ def test_a_function_that_calls_a_layer_several_times_and_enters_regions(checkpoi
 @pytest.mark.parametrize("checkpoint", ["ours", "ours reentrant", "torch reentrant"])
 @pytest.mark.parametrize(
     ("module", "backend"),
-    [(name, "aot_eager") for name in ("linear", "grouped", "ops")] + [("linear", "inductor")],
+    [
+        ("linear", "aot_eager"),
+        ("grouped", "aot_eager"),
+        pytest.param("ops", "aot_eager", marks=WIDE),
+        pytest.param("linear", "inductor", marks=WIDE),
+    ],
 )
 def test_compiled_layers_in_a_checkpoint(module, checkpoint, step, backend):
     if (step, checkpoint, backend) == ("retained", "ours", "inductor"):
@@ -312,7 +318,7 @@ def test_compiled_code_never_computes_with_later_factors(between):
     assert torch.equal(grads[0], grads[-1])
 
 
-@pytest.mark.parametrize("checkpoint", ["ours", "ours reentrant"])
+@pytest.mark.parametrize("checkpoint", [pytest.param("ours", marks=WIDE), "ours reentrant"])
 def test_compiled_autograd(checkpoint):
     """Dynamo compiles the second run of a reentrant checkpoint by itself."""
 

@@ -114,7 +114,10 @@ def test_explain_allocates_nothing():
     assert all(owner._states["weight"].delayed_state is None for owner in owners)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize(
+    "backend",
+    [None, pytest.param("aot_eager", marks=pytest.mark.nightly(reason="six graphs: 2 seconds"))],
+)
 def test_a_sequence_keeps_a_bounded_number_of_plans(backend, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(qtensor.ops.fuser, "MOST_PLANS", 2)

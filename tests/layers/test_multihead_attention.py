@@ -19,6 +19,7 @@ HIDDEN, HEADS, GROUPS, SIZE, B, S = 64, 4, 2, 16, 2, 32
 FLOAT32 = 100.0
 """Decibels: float32 beside float64, over a few products."""
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly(reason="inductor compiles C++"))
+WIDE = pytest.mark.nightly(reason="compiles for three seconds; a fused layer is compiled")
 RECIPES = {
     "plain": lambda: None,
     "delayed": lambda: recipes.DelayedScaling(fp8_dpa=True),
@@ -311,8 +312,8 @@ def test_recordings_conversions_and_microbatches_reach_the_layers():
     assert torch.equal(layer(x, is_first_microbatch=False), first)
 
 
-@pytest.mark.parametrize("kind", ["attention", "layer"])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [pytest.param("attention", marks=WIDE), "layer"])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=WIDE), True])
 @every_recipe
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -154,6 +154,8 @@ def test_meta_then_reset_parameters(module, quantized):
 
 # ---- quantized outputs and inputs ----------------------------------------------------------------
 
+COMPILES = pytest.mark.nightly(reason="compiles for a second; other recipes do")
+
 
 @pytest.mark.parametrize(
     "backend",
@@ -162,7 +164,14 @@ def test_meta_then_reset_parameters(module, quantized):
         pytest.param("inductor", marks=pytest.mark.nightly(reason="aot_eager has the same ops")),
     ],
 )
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "blockwise"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "delayed",
+        "mxfp8",
+        *(pytest.param(name, marks=COMPILES) for name in ("current", "blockwise")),
+    ],
+)
 def test_a_quantized_output_has_a_gradient(recipe, backend):
     chosen = RECIPES[recipe]()
     results = []

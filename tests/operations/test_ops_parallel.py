@@ -114,12 +114,15 @@ def test_a_sequence_parallel_block(ranks: Ranks, recipe: str, way: str) -> None:
         ),
     ],
 )
-def test_compiled_is_eager_bit_for_bit(ranks: Ranks, recipe: str) -> None:
-    for sequence_parallel in (False, True):
-        eager = ranks.run(sharded_block, sequence_parallel, recipe, "eager")
-        traced = ranks.run(sharded_block, sequence_parallel, recipe, "aot_eager")
-        for a, b in zip(eager, traced, strict=True):
-            assert_same(b, a)
+@pytest.mark.parametrize(
+    "sequence_parallel",
+    [pytest.param(False, marks=pytest.mark.nightly(reason="a part of the other graph")), True],
+)
+def test_compiled_is_eager_bit_for_bit(ranks: Ranks, recipe: str, sequence_parallel: bool) -> None:
+    eager = ranks.run(sharded_block, sequence_parallel, recipe, "eager")
+    traced = ranks.run(sharded_block, sequence_parallel, recipe, "aot_eager")
+    for a, b in zip(eager, traced, strict=True):
+        assert_same(b, a)
 
 
 def linear_with_arguments(mode: str, way: str) -> list[Tensor]:

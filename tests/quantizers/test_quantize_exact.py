@@ -226,7 +226,14 @@ def test_one_bad_value_poisons_one_block(name: str, bad: float) -> None:
     assert (codes == (0x7F if name == "mxfp8" else 0)).all()
 
 
-@pytest.mark.parametrize(("case", "options"), GRID, ids=option_id)
+COMBINED = pytest.mark.nightly(reason="test_every_option has all combinations of options")
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [pytest.param(c, o, marks=COMBINED if len(o) > 2 else ()) for c, o in GRID],
+    ids=option_id,
+)
 def test_transposed_quantizer_on_the_transposed_input(
     case: FormatCase, options: dict[str, Any]
 ) -> None:

@@ -82,7 +82,9 @@ print(layer.state_dict()["_delayed_scaling.weight.amax_history"].count_nonzero()
 """
 
 
-@pytest.mark.parametrize("source", ["memory", "file"])
+@pytest.mark.parametrize(
+    "source", ["memory", pytest.param("file", marks=pytest.mark.nightly(reason="as from memory"))]
+)
 def test_a_broadcast_needs_the_import(tmp_path: Path, source: str) -> None:
     """Without it, torch would keep the state on rank 0."""
     first, _ = run_ranks(PROGRAM, tmp_path, source, "")

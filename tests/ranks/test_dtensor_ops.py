@@ -41,9 +41,14 @@ def part(x: Tensor, placement: Any) -> Tensor:
     return x.narrow(placement.dim, dist.get_rank() * size, size).contiguous()
 
 
-def options_of(case: FormatCase) -> list[qtensor.Quantizer]:
-    """Return the quantizers of a format that round to nearest, with both usages."""
-    found = [case.quantizer(**options) for options in case.every_option()]
+def options_of(case: FormatCase, combined: bool) -> list[qtensor.Quantizer]:
+    """Return the quantizers of a format that round to nearest, with both usages.
+
+    Arguments:
+        combined: options in all combinations; otherwise each on its own.
+    """
+    choices = case.every_option() if combined else case.each_option()
+    found = [case.quantizer(**options) for options in choices]
     usable = [q for q in found if not (q.stochastic_rounding or q.needs_scale)]
     return [q.with_usage(rowwise=True, columnwise=True) for q in usable]
 
@@ -63,9 +68,9 @@ def same_part(got: Any, whole: Any, placement: Any) -> None:
         same_part(got, whole, placement)
 
 
-def run_quantize(name: str, where: str, dtype: torch.dtype) -> None:
+def run_quantize(name: str, where: str, dtype: torch.dtype, combined: bool) -> None:
     placement, x = PLACEMENTS[where], values(ROWS, K, dtype=dtype)
-    for quantizer in options_of(next(case for case in FORMATS if case.name == name)):
+    for quantizer in options_of(next(case for case in FORMATS if case.name == name), combined):
         given: Any = distribute_tensor(x, mesh(), [placement]).requires_grad_()
         got = quantizer(given)
         assert isinstance(got, DTensor)
@@ -83,9 +88,20 @@ def run_quantize(name: str, where: str, dtype: torch.dtype) -> None:
 @names
 @placements
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_quantize(ranks: Ranks, name: str, where: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "combined",
+    [
+        pytest.param(False, id="each option"),
+        pytest.param(
+            True,
+            id="combined options",
+            marks=pytest.mark.nightly(reason="hundreds of quantizers; each option is above"),
+        ),
+    ],
+)
+def test_quantize(ranks: Ranks, name: str, where: str, dtype: torch.dtype, combined: bool) -> None:
     """A rank's part has the codes and factors that it has in the whole."""
-    ranks.run(run_quantize, name, where, dtype)
+    ranks.run(run_quantize, name, where, dtype, combined)
 
 
 def run_delayed(where: str) -> None:

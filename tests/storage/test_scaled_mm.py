@@ -171,7 +171,10 @@ def test_rotated_operands() -> None:
 LIKE_OTHERS = pytest.mark.nightly(reason="the graphs of three formats are in the default tier")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+INDUCTOR = pytest.mark.nightly(reason="inductor calls the same ops as aot_eager")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 @pytest.mark.parametrize(
     "name",
     [
