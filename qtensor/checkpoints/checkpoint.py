@@ -157,6 +157,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return names
 
     @functools.cached_property
+    @in_memory
     def input_transforms(self) -> dict[str, InputTransform]:
         """Return what must happen to the inputs of layers, by module; see the layout's method."""
         return self.reader.input_transforms()

@@ -57,6 +57,7 @@ from qtensor.integrations.loading import (
 from qtensor.integrations.methods import forget_text_entry, pretrained_config, take_methods
 from qtensor.integrations.quantization_config import METHOD, QTensorConfig
 from qtensor.integrations.stacking import common_factors, quantize_each
+from qtensor.modules.input_hook import TRANSFORM
 from qtensor.modules.input_transform import undo_transforms
 from qtensor.storage.rebuild import reshaped, tensor_of
 from qtensor.storage.tensor import QuantizedTensor
@@ -134,10 +135,10 @@ class QTensorQuantizer(HfQuantizer):
             layers = [_layer_of(model, name) for name, _ in model.named_parameters()]
             match("QTensorConfig", config.format, [name for name in layers if name], "format")
         checkpoint = _open(checkpoint_files)
-        if checkpoint is not None and checkpoint.groups:
+        if checkpoint is not None and (checkpoint.groups or checkpoint.input_transforms):
             if config.format is not None:
                 got = f"layout {checkpoint.layout!r} in {checkpoint.path}"
-                rule = "a format is for checkpoints without quantized weights"
+                rule = "a format is for checkpoints without quantized weights or rotated inputs"
                 fail("from_pretrained", rule, got, "Pass QTensorConfig() without a format")
             self.reader = Reader(checkpoint, dict(model.state_dict()), model.dtype)
             ignored = {rf"(^|\.){name}$" for name in _factor_names(checkpoint)}
@@ -209,6 +210,8 @@ class QTensorQuantizer(HfQuantizer):
             model.to(self._device)
         for module in model.modules():
             show_formats(module)
+        # A dense model with rotated inputs can still be cast by float() and half().
+        model.is_quantized = any(map(_quantized, model.parameters()))
         if not isinstance(vars(model).get("get_memory_footprint"), WeakMethod):
             model.get_memory_footprint = WeakMethod(_footprint, model)
             model.register_load_state_dict_pre_hook(_assemble_stored)
@@ -287,28 +290,29 @@ def _layer_of(model: PreTrainedModel, param_name: str) -> str | None:
 def attach(model: PreTrainedModel) -> None:
     """Let ``save_pretrained`` write the quantized weights of a model that was loaded without them.
 
-    ``qtensor.quantize_`` does this for models of transformers. Call it where parameters were
-    replaced by hand.
+    It then writes rotations of inputs too. ``qtensor.quantize_`` and ``rotate_`` do this for models
+    of transformers. Call it where parameters were replaced by hand.
 
     Args:
         model: a model; it gets what ``from_pretrained`` with a ``QTensorConfig`` gives it.
 
     Raises:
-        QTensorError: it is not a model of transformers, or has no quantized weights.
+        QTensorError: it is not a model of transformers, or has neither quantized weights nor
+            rotated inputs.
         UnsupportedError: another library has quantized the model.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         rule = "the model must be one of transformers with quantized parameters"
         fix = "Quantize its weights first, as qtensor.quantize_(model, ...) does"
-        check(_has_quantized(model), "attach", rule, type(model).__name__, fix)
+        check(_needs_quantizer(model), "attach", rule, type(model).__name__, fix)
         config = copy.deepcopy(model.config)
         for module in model.modules():
             if getattr(module, "config", None) is model.config and module is not model:
                 module.config = config
         model.config = config
         model.hf_quantizer = quantizer = QTensorQuantizer(QTensorConfig())
-        model.is_quantized, model.quantization_method = True, METHOD
+        model.quantization_method = METHOD
     if not isinstance(quantizer, QTensorQuantizer):
         rule = "a model has weights of one library"
         fix = "Load it without quantization first"
@@ -319,13 +323,16 @@ def attach(model: PreTrainedModel) -> None:
 def adopt(model: PreTrainedModel) -> None:
     """Do what ``attach`` does, but for a model that another library has quantized in part."""
     quantizer = getattr(model, "hf_quantizer", None)
-    if isinstance(quantizer, QTensorQuantizer) or (quantizer is None and _has_quantized(model)):
+    if isinstance(quantizer, QTensorQuantizer) or (quantizer is None and _needs_quantizer(model)):
         attach(model)
 
 
-def _has_quantized(model: object) -> bool:
-    """Return whether something is a model of transformers with quantized parameters."""
-    return isinstance(model, PreTrainedModel) and any(map(_quantized, model.parameters()))
+def _needs_quantizer(model: object) -> bool:
+    """Return whether something is a model of transformers that its own methods cannot save."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    rotates = any(TRANSFORM in module._modules for module in model.modules())
+    return rotates or any(map(_quantized, model.parameters()))
 
 
 def _assemble_stored(

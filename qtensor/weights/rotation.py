@@ -15,6 +15,7 @@ from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_hook import QUANTIZER, TRANSFORM, set_input_step
 from qtensor.modules.input_transform import InputTransform, hadamard_matrix, rotate
 from qtensor.weights.layers import Filter, WeightLayer, is_experts, weight_layers
+from qtensor.weights.libraries import tell_libraries
 from qtensor.weights.measurement import evaluating, restorer
 from qtensor.weights.metrics import as_batches, call, same_random_numbers
 from qtensor.weights.norms import NormReaders, find_norms
@@ -120,6 +121,7 @@ def rotate_(
             fix = "Use float32, and leave out layers whose weights other code reads"
             fail(OP, rule, got, fix)
         undo.pop_all()
+    tell_libraries(model)
     return Conversion("rotate_", tuple(swapped), tuple(skipped), ())
 
 

@@ -262,3 +262,29 @@ def test_embeddings_and_convolutions_are_saved(tied, tmp_path):
             y = loaded(x.to(dtype)).last_hidden_state
             if dtype == torch.float32:
                 assert torch.equal(y, model(x).last_hidden_state)
+
+
+def test_a_rotated_model_with_plain_weights_is_saved(tmp_path):
+    """Its weights are wrong without the rotations: they are kept, or loading stops."""
+    model = dense("llama", tmp_path / "dense").float()
+    want = logits(model)
+    report = qtensor.rotate_(model, [IDS], size=16)
+    assert "its inputs are rotated" in report.swapped[-1].note
+    copy.deepcopy(model).half()  # as a model with plain weights
+    rotated = logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    checkpoints.save(model, tmp_path / "written", shard_size="20KB")
+    for folder in ("saved", "written"):
+        again = load(tmp_path / folder)
+        assert torch.equal(logits(again), rotated)
+        about = transformers.AutoConfig.from_pretrained(tmp_path / "dense")
+        assert NOTE in (tmp_path / folder / "config.json").read_text()
+        with pytest.raises(qtensor.QTensorError, match="without quantized weights or rotated"):
+            load(tmp_path / folder, config=about, quantization_config=QTensorConfig("nvfp4"))
+    again.dequantize().save_pretrained(tmp_path / "plain")
+    plain = load(tmp_path / "plain")
+    assert not any("input_transform" in name for name in plain.state_dict())
+    assert torch.allclose(logits(plain), want, rtol=0.01, atol=0.05)
+    qtensor.quantize_(model, {"lm_head": "nvfp4"})
+    with pytest.raises(ValueError, match="not supported for quantized"):
+        model.half()

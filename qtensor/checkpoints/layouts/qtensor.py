@@ -18,6 +18,7 @@ from torch import Tensor
 from qtensor.api import parsed
 from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
 from qtensor.checkpoints.containers.safetensors import parse_json
+from qtensor.checkpoints.input_transforms import PRE_SCALE, ROTATION
 from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Group, Layout, Loaded, Source, Writer
 from qtensor.core.buffer_shapes import buffer_shapes
 from qtensor.core.errors import QTensorError
@@ -53,6 +54,8 @@ class QTensorWriter(Writer):
         super().__init__(config)
         self._entries: dict[str, dict[str, Any]] = {}
         self._noted = ""
+        self._transforms = False
+        """Whether layers scale or rotate their inputs."""
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the buffers, each under the name of the tensor, a dot and the keyword.
@@ -77,6 +80,11 @@ class QTensorWriter(Writer):
         note = {NOTE: torch.empty(0, dtype=torch.uint8)} if name == self._noted else {}
         return {**stored, name: label(tensor.quantizer.canonical), **note}
 
+    def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensor; weights for scaled or rotated inputs need our loader, as codes do."""
+        self._transforms |= name.rpartition(".")[2] in (PRE_SCALE, ROTATION)
+        return super().plain(name, tensor)
+
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
         """Return the entries of the quantized tensors among ``names``."""
         entries = {name: self._entries[name] for name in names if name in self._entries}
@@ -85,7 +93,7 @@ class QTensorWriter(Writer):
 
     def config(self) -> dict[str, Any]:
         """Return the config with ``quantization_config.quant_method: "qtensor"``."""
-        if not self._entries:
+        if not self._entries and not self._transforms:
             return self.model_config
         config = {
             **self.model_config,
