@@ -18,11 +18,13 @@ try:
 except ModuleNotFoundError as error:
     message = "qtensor.integrations.diffusers needs diffusers: install the extra diffusers"
     raise ModuleNotFoundError(message) from error
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.quantizers.base import DiffusersQuantizer
 
 from qtensor import checkpoints
 from qtensor.api import parsed
 from qtensor.checkpoints import Checkpoint
+from qtensor.checkpoints.activation_factors import with_transforms
 from qtensor.checkpoints.buffers import in_dtype, unshared
 from qtensor.checkpoints.checkpoint import Rounding, check_rounding
 from qtensor.checkpoints.containers.memory import MemoryContainer
@@ -30,9 +32,11 @@ from qtensor.checkpoints.containers.shard_files import path_of
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.saving import writable
 from qtensor.core.errors import QTensorError, UnsupportedError, fail
+from qtensor.core.texts import some
 from qtensor.integrations.loading import module_of
 from qtensor.integrations.quantization_config import METHOD
 from qtensor.integrations.transformers import QTensorConfig
+from qtensor.modules.input_hook import TRANSFORM
 from qtensor.modules.input_transform import undo_transforms
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights.calibrated import Calibration
@@ -85,9 +89,9 @@ class QTensorQuantizer(DiffusersQuantizer):
         files = [str(file) for file in checkpoint_files]
         if not all(file.endswith(".safetensors") for file in files):
             return loaded_keys
-        checkpoint = checkpoints.open(path_of(files))
+        checkpoint = checkpoints.open(path_of(files), accept_rotated=True)
         self._check(checkpoint)
-        if not checkpoint.groups:
+        if not _is_ours(checkpoint):
             checkpoint.close()
             return loaded_keys
         self._checkpoint = checkpoint
@@ -95,12 +99,12 @@ class QTensorQuantizer(DiffusersQuantizer):
 
     def _check(self, checkpoint: Checkpoint) -> None:
         """Refuse a format for quantized weights, and plain weights without a format."""
-        wanted = self.quantization_config.format
-        if wanted is not None and checkpoint.groups:
+        wanted, ours = self.quantization_config.format, _is_ours(checkpoint)
+        if wanted is not None and ours:
             got = f"layout {checkpoint.layout!r} in {checkpoint.path}"
-            rule = "a format is for checkpoints without quantized weights"
+            rule = "a format is for checkpoints without quantized weights or rotated inputs"
             fail("QTensorConfig", rule, got, "Pass QTensorConfig() without a format")
-        if wanted is None and not checkpoint.groups:
+        if wanted is None and not ours:
             rule = "QTensorConfig() without a format loads quantized weights"
             got = f"{checkpoint.path}, which has none"
             fail("QTensorConfig", rule, got, 'Pass a format: QTensorConfig("nvfp4")')
@@ -116,6 +120,7 @@ class QTensorQuantizer(DiffusersQuantizer):
             return state_dict  # load_single_file has read it
         checkpoint = _described(state_dict)
         self._check(checkpoint)
+        _refuse_transforms(checkpoint)
         return self._read(checkpoint, state_dict) if checkpoint.groups else state_dict
 
     @in_memory
@@ -200,6 +205,7 @@ class QTensorQuantizer(DiffusersQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
         if self._checkpoint is not None:
+            checkpoints.apply_transforms(self._checkpoint, model)
             self._checkpoint.close()
             self._checkpoint = None
         for module in model.modules():
@@ -231,11 +237,12 @@ class QTensorQuantizer(DiffusersQuantizer):
             fail("save_pretrained", "files are safetensors", "pickles", fix, UnsupportedError)
         writer = writable(self.quantization_config.layout, "")({})
         stored: dict[str, Tensor] = {}
-        for name, tensor in state_dict.items():
-            parts = (writer.encode if isinstance(tensor, QuantizedTensor) else writer.plain)(
-                name, tensor.detach()
-            )
-            stored |= parts
+        for name, tensor in with_transforms(state_dict, writer).items():
+            own = tensor.detach()
+            if isinstance(own, QuantizedTensor):
+                stored |= writer.encode(name, own)
+            else:
+                stored |= writer.plain(name, own)
         return unshared(stored), writer.metadata(state_dict)
 
     @property
@@ -270,6 +277,33 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if isinstance(tensor, QuantizedTensor):
         return in_dtype(tensor, dtype)
     return tensor.to(dtype)
+
+
+def adopt(model: ModelMixin) -> None:
+    """Let ``save_pretrained`` write a model that was quantized or rotated after loading."""
+    quantized = any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+    rotates = any(TRANSFORM in module._modules for module in model.modules())
+    if (quantized or rotates) and getattr(model, "hf_quantizer", None) is None:
+        model.hf_quantizer = QTensorQuantizer(QTensorConfig())
+        model.register_to_config(quantization_config=model.hf_quantizer.quantization_config)
+
+
+def _is_ours(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has what diffusers cannot load without us."""
+    return bool(checkpoint.groups or checkpoint.input_transforms)
+
+
+def _refuse_transforms(checkpoint: Checkpoint) -> None:
+    """Refuse a single file whose layers transform their inputs: its names are not the model's.
+
+    Raises:
+        UnsupportedError: the file has such layers.
+    """
+    if checkpoint.input_transforms:
+        rule = "weights of a single file are for inputs that are neither scaled nor rotated"
+        got = f"such inputs of {some(checkpoint.input_transforms)}"
+        fix = "Write the file for plain inputs: qtensor.checkpoints.dequantize"
+        fail("from_single_file", rule, got, fix, UnsupportedError)
 
 
 def _described(state_dict: Mapping[str, Tensor]) -> Checkpoint:
@@ -326,11 +360,13 @@ def load_single_file(
 
     Raises:
         CheckpointError: the file is not sound, its layout is not known, or ``rounding`` is another.
+        UnsupportedError: layers of the file scale or rotate their inputs.
     """
     check_rounding(rounding)
     own: dict[str, Any] = {} if shape is None else {"shape": shape}
     dtype = options.get("torch_dtype", options.get("dtype"))
     with checkpoints.open(path, layout, **own) as checkpoint:
+        _refuse_transforms(checkpoint)
         state = {}
         for name in checkpoint:
             if checkpoint.is_factor(name):

@@ -13,10 +13,13 @@ from torch import nn
 if TYPE_CHECKING:
     from qtensor.modules.conversion import LayerReport
 
-_CLASSES = {("transformers", "PreTrainedModel"): "qtensor.integrations.transformers"}
-"""Library and class of its models -> module with the function ``adopt``.
+_CLASSES = {
+    ("transformers", "PreTrainedModel"): "qtensor.integrations.transformers",
+    ("diffusers.models.modeling_utils", "ModelMixin"): "qtensor.integrations.diffusers",
+}
+"""Module of a library and class of its models -> our module with the function ``adopt``.
 
-The module is imported for such a model alone, so that qtensor does not need the library."""
+Our module is imported for such a model alone, so that qtensor does not need the library."""
 
 
 def tell_libraries(model: nn.Module) -> None:

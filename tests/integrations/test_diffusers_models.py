@@ -5,12 +5,15 @@ import json
 import pytest
 import torch
 from diffusers_models import DTYPE, KINDS, diffusers, kind, model, run
+from torch import nn
 
 import qtensor
 from qtensor import QuantizedTensor, checkpoints
 from qtensor.core.errors import UnsupportedError
 from qtensor.integrations import transformers as ours
-from qtensor.integrations.diffusers import QTensorConfig
+from qtensor.integrations.diffusers import QTensorConfig, load_single_file
+from qtensor.modules.input_hook import TRANSFORM, set_input_step
+from qtensor.modules.input_transform import InputTransform
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -62,13 +65,42 @@ def test_quantized_convolutions_are_loaded_and_saved(fmt, tmp_path):
     done = qtensor.quantize_(made, fmt, kinds=["linear", "convolution"])
     assert any(report.features.endswith("3x3") for report in done.swapped)
     result = run(made)
-    made.save_config(tmp_path)
-    checkpoints.save(made.state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
-    again = load("unet", tmp_path, quantization_config=QTensorConfig())
+    made.save_pretrained(tmp_path)
+    again = load("unet", tmp_path)
     assert quantized(again).keys() == quantized(made).keys()
     assert torch.equal(run(again), result)
     again.save_pretrained(tmp_path / "again")
     assert torch.equal(run(load("unet", tmp_path / "again")), result)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", None])
+def test_scaled_and_rotated_inputs_are_kept(fmt, tmp_path):
+    made = model("sd3")
+    block = made.transformer_blocks[0]
+    scale = torch.linspace(0.5, 2, 128)
+    for layer, transform in ((block.attn.to_q, (scale, 32)), (block.ff.net[2], (None, 64))):
+        set_input_step(layer, TRANSFORM, InputTransform(*transform))
+    if fmt:
+        qtensor.quantize_(made, fmt, lambda module, name: "blocks" in name)
+    result = run(made)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    checkpoints.save(made.state_dict(), path)
+    model("sd3").save_config(tmp_path)  # has no entry
+    again = load("sd3", tmp_path, quantization_config=QTensorConfig())
+    assert torch.equal(run(again), result)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(run(load("sd3", tmp_path / "again")), result)
+    with pytest.raises(UnsupportedError, match=r"neither scaled nor rotated.*attn\.to_q"):
+        load_single_file(kind("sd3"), path, config=str(tmp_path), torch_dtype=DTYPE)
+
+
+def test_a_rotated_model_is_saved(tmp_path):
+    made = model("sd3")
+    whole = nn.Module()
+    whole.part, whole.forward = made, lambda _: run(made)
+    qtensor.rotate_(whole, [torch.ones(1)], lambda module, name: "ff" in name, size=32)
+    made.save_pretrained(tmp_path)
+    assert torch.equal(run(load("sd3", tmp_path)), run(made))
 
 
 def test_a_weight_that_does_not_fit_stays_plain(tmp_path):
@@ -138,9 +170,8 @@ def test_a_model_that_quantize_chose_factors_for(tmp_path):
     made = model("sd3")
     qtensor.quantize_(made, "nvfp4", lambda _, name: "blocks" in name, rounding="mse")
     want, codes = run(made), quantized(made)
-    made.save_config(tmp_path)
-    checkpoints.save(made.state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
-    again = load("sd3", tmp_path, quantization_config=QTensorConfig())
+    made.save_pretrained(tmp_path)
+    again = load("sd3", tmp_path)
     assert quantized(again).keys() == codes.keys()
     assert torch.equal(run(again), want)
 
