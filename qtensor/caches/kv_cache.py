@@ -13,8 +13,8 @@ from qtensor.caches.options import (
     Asked,
     Options,
     check_counts,
+    check_new,
     check_update,
-    check_values,
     query_options,
     without_mean,
 )
@@ -173,10 +173,11 @@ class KVCache:
 
         Raises:
             QTensorError: a shape or dtype is wrong, or the cache is too small.
+            UnsupportedError: ``k`` or ``v`` requires grad while grad mode is on.
         """
         rule = "k must be (B, heads, tokens, head size)"
         check(k.ndim == 4, "KVCache.append", rule, tuple(k.shape), "Reshape it")
-        check_values(v, latent=self._all.v is None)
+        check_new(k, v, latent=self._all.v is None)
         count, given = k.shape[2], positions
         if not count:
             return
@@ -241,8 +242,8 @@ class KVCache:
         Raises:
             QTensorError: a shape, dtype or option is wrong; or a soft cap, which does not commute
                 with a mean.
-            UnsupportedError: a ring of pages has forgotten tokens that a query would see; or ``q``
-                requires grad while grad mode is on.
+            UnsupportedError: a ring of pages has forgotten tokens that a query would see; or ``q``,
+                ``mask`` or ``sinks`` requires grad while grad mode is on.
         """
         asked = Asked(positions, first, mask, causal, soft_cap, sinks, scale, window)
         options = query_options(q, asked, self.window, self.k_mean is not None)
@@ -286,7 +287,7 @@ class KVCache:
         """
         asked = query_options(q, Asked(**options), self.window, self.k_mean is not None)
         check_update(q, k, asked, self.lengths)
-        check_values(v, latent=self._all.v is None)
+        check_new(k, v, latent=self._all.v is None)
         count = k.shape[2]
         step = min(store.step for store in self._stores)
         if count <= step:

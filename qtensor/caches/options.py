@@ -75,9 +75,9 @@ def query_options(q: Tensor, asked: Asked, cache_window: int, has_mean: bool) ->
 
     Raises:
         QTensorError: a soft cap for keys without their mean, with which it does not commute.
-        UnsupportedError: ``q`` requires grad while grad mode is on.
+        UnsupportedError: ``q``, the mask or the sinks require grad while grad mode is on.
     """
-    refuse_gradient("KVCache.attention", q=q)
+    refuse_gradient("KVCache.attention", q=q, mask=asked.mask, sinks=asked.sinks)
     rule, fix = "keys without their mean change capped scores", "Leave out k_mean"
     fits = not (has_mean and asked.soft_cap)
     check(fits, "KVCache.attention", rule, f"soft_cap={asked.soft_cap}", fix)
@@ -106,12 +106,14 @@ def without_mean(options: Options, q: Tensor, mean: Tensor | None) -> Options:
     return options._replace(sinks=sinks - (q.float() * mean).sum(-1) * options.scale)
 
 
-def check_values(v: Tensor | None, *, latent: bool) -> None:
-    """Refuse values for a latent cache, and a cache of values that gets none.
+def check_new(k: Tensor, v: Tensor | None, *, latent: bool) -> None:
+    """Refuse tokens with a gradient, values for a latent cache, and a cache that gets no values.
 
     Raises:
         QTensorError: ``v`` does not fit the cache.
+        UnsupportedError: ``k`` or ``v`` requires grad while grad mode is on.
     """
+    refuse_gradient("KVCache.append", k=k, v=v)
     rule = "v must be (B, heads, tokens, head size), as the cache is not latent"
     got, fix = "None", "Pass the values, or make the cache with latent=True"
     if latent:

@@ -299,6 +299,27 @@ def test_a_lost_gradient_is_refused():
         assert cache.update(q, k, k).shape == q.shape
 
 
+@pytest.mark.parametrize("name", ["k", "v", "mask", "sinks"])
+def test_lost_gradients_of_other_operands_are_refused(name):
+    """Keys and values were appended without theirs, and nothing said so. A ring takes parts."""
+    cache = make(capacity=128, window=16, page_size=8, k_mean="first")
+    q, k, v = tokens(100), tokens(100), tokens(100)
+    options = {"mask": torch.zeros(1, 1, 100, 100), "sinks": torch.zeros(H)}
+    {"k": k, "v": v, **options}[name].requires_grad_()
+    with pytest.raises(qtensor.UnsupportedError, match=f"{name} that requires grad.*no_grad"):
+        cache.update(q, k, v, **options)
+    assert not cache.lengths.any()
+    assert not cache.k_mean.any()
+    if name in options:
+        return
+    with pytest.raises(qtensor.UnsupportedError, match=f"append: .* got {name} that requires"):
+        cache.append(k, v)
+    assert not cache.lengths.any()
+    with torch.no_grad():
+        cache.append(k[:, :, :8], v[:, :, :8])
+    assert not cache.keys.requires_grad
+
+
 @pytest.mark.parametrize(
     ("options", "rule"),
     [

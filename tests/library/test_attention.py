@@ -119,9 +119,10 @@ def test_the_public_function_reads_quantized_tensors(text):
     assert plain.shape == q.shape
 
 
-@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "sinks"])
 def test_a_lost_gradient_is_refused(name):
     operands = {each: torch.ones(1, 1, 2, 64) for each in "qkv"}
+    operands |= {"mask": torch.zeros(1, 1, 2, 2), "sinks": torch.zeros(1)}
     operands["v"] = qtensor.quantize(operands["v"], "mxfp8")
     operands[name].requires_grad_()
     with pytest.raises(qtensor.UnsupportedError, match=rf"got {name} that .* DotProductAttention"):

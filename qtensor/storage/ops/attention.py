@@ -58,9 +58,10 @@ def attention(
 
     Raises:
         QTensorError: a shape, dtype, format, length or option is wrong.
-        UnsupportedError: grad mode is on, and ``q``, ``k`` or ``v`` requires grad.
+        UnsupportedError: grad mode is on, and ``q``, ``k``, ``v``, ``mask`` or ``sinks`` requires
+            grad.
     """
-    refuse_gradient("attention", q=q, k=k, v=v)
+    refuse_gradient("attention", q=q, k=k, v=v, mask=mask, sinks=sinks)
     for name, t in (("k", k), ("v", v)):
         rule, got = f"{name} must be (B, heads, tokens, head size)", tuple(t.shape)
         check(len(t.shape) == 4, "attention", rule, got, "Reshape it")
@@ -83,7 +84,7 @@ def attention(
     )
 
 
-def refuse_gradient(op: str, **operands: TensorOrStorage) -> None:
+def refuse_gradient(op: str, **operands: TensorOrStorage | None) -> None:
     """Refuse operands whose gradient would be lost.
 
     Raises:
