@@ -19,7 +19,7 @@ from qtensor.modules.input_quantizer import InputQuantizer, input_format, is_sta
 from qtensor.weights.calibrated import CalibratedInput, CalibratedKeysValues, Calibration
 from qtensor.weights.calibration import run_all
 from qtensor.weights.groups import layer_groups
-from qtensor.weights.layers import Filter, WeightLayer, match, weight_layers
+from qtensor.weights.layers import Filter, WeightLayer, match, weight_layers, why_skipped
 from qtensor.weights.libraries import observing_caches
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.metrics import as_batches, same_random_numbers
@@ -165,10 +165,10 @@ def _wanted(
     """Return the layers whose inputs are quantized, and the quantizers."""
     layers, skipped = weight_layers(OP, model, filter_fn, inputs=True)
     rule = "the model needs a linear layer"
-    why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+    why = why_skipped(skipped) or "none"
     check(bool(layers), OP, rule, why, "Check the model and filter_fn")
     formats: Mapping[str, Any] = format if isinstance(format, Mapping) else {"*": format}
-    patterns = match(OP, formats, layers, "format")
+    patterns = match(OP, formats, layers, "format", skipped=skipped)
     parsed = {p: None if f is None else input_format(OP, f) for p, f in formats.items()}
     chosen = {name: parsed[pattern] for name, pattern in patterns.items()}
     wanted = {name: quantizer for name, quantizer in chosen.items() if quantizer is not None}

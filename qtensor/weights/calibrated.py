@@ -22,7 +22,7 @@ from qtensor.modules.input_quantizer import (
     set_input_quantizer,
 )
 from qtensor.weights.expert_inputs import expert_quantizers, set_expert_quantizers
-from qtensor.weights.layers import Filter, WeightLayer, weight_layers
+from qtensor.weights.layers import FILTERED, Filter, WeightLayer, weight_layers
 
 _VERSION = 1
 
@@ -104,7 +104,7 @@ class Calibration:
                 experts are split over ranks; no layer was changed.
         """
         layers, out = weight_layers("Calibration.apply", model, filter_fn, inputs=True)
-        known = {*layers, *(report.name for report in out if report.note == "filtered")}
+        known = {*layers, *(report.name for report in out if report.note == FILTERED)}
         missing = [name for name in self.inputs if name not in known]
         rule = "the model must have every layer of the calibration"
         fix = "Pass the model that was calibrated, or one with its names"

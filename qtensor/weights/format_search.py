@@ -18,7 +18,7 @@ from qtensor.core.journal import Journal
 from qtensor.quantizers import Quantizer
 from qtensor.weights.groups import layer_groups
 from qtensor.weights.knapsack import Option, front
-from qtensor.weights.layers import PRODUCTS, Filter, WeightLayer, match, weight_layers
+from qtensor.weights.layers import PRODUCTS, Filter, WeightLayer, match, weight_layers, why_skipped
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
 from qtensor.weights.metrics import Metric, as_batches, fingerprint, named_metric
 from qtensor.weights.progress import Progress, Shown, progress_of
@@ -155,7 +155,7 @@ def _layers(
     if activations:
         layers = {name: layer for name, layer in layers.items() if layer.is_plain}
     rule = f"the model needs layers of kinds={tuple(kinds)} with weights in high precision"
-    why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+    why = why_skipped(skipped) or "none"
     check(bool(layers), "search", rule, why, "Check the model, kinds and filter_fn")
     return layers
 

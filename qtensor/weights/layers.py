@@ -34,6 +34,8 @@ STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of the experts of transformers, each (E, N, K)."""
 
 
+FILTERED = "filtered"
+"""Reason for which a layer stays as it is: ``filter_fn`` leaves it out."""
 KINDS = ("linear", "attention", "convolution", "embedding", "recurrent")
 """Kinds of layers. ``"attention"`` are the projections of ``nn.MultiheadAttention``."""
 PRODUCTS = KINDS[:2]
@@ -169,7 +171,7 @@ def weight_layers(
     reasons = {}
     for name, layer in found.items():
         selected = filter_fn is None or filter_fn(layer.modules[0], name)
-        reasons[name] = _obstacle(layer, plain, inputs) if selected else "filtered"
+        reasons[name] = _obstacle(layer, plain, inputs) if selected else FILTERED
     layers: dict[str, WeightLayer] = {}
     for name, layer in found.items():
         if reasons[name]:
@@ -357,13 +359,24 @@ def replaced(layers: Iterable[WeightLayer], weights: Iterable[Sequence[Tensor]])
             layer.restore(parameters)
 
 
+def why_skipped(skipped: Iterable[LayerReport], most: int = 3) -> str:
+    """Return the reasons of the first layers, those that the caller did not leave out before."""
+    reports = sorted(skipped, key=lambda report: report.note == FILTERED)
+    return "; ".join(f"{report.name}: {report.note}" for report in reports[:most])
+
+
 def match(
-    op: str, patterns: Iterable[str], names: Iterable[str], what: str, every: bool = True
+    op: str,
+    patterns: Iterable[str],
+    names: Iterable[str],
+    what: str,
+    every: bool = True,
+    skipped: Iterable[LayerReport] = (),
 ) -> dict[str, str]:
     """Return the first pattern that matches each name; names without one are left out.
 
     ``what`` is the argument that holds the patterns, the most important first. With ``every``, each
-    must match a name.
+    must match a name; the error names those of the ``skipped`` layers that it matches.
     """
     patterns, names = list(patterns), list(names)
     for pattern in patterns:
@@ -372,7 +385,9 @@ def match(
             fail(op, rule, repr(pattern), fix, ArgumentTypeError)
         if every and not any(fnmatchcase(name, pattern) for name in names):
             rule = f"each pattern of {what} must match a layer that can be quantized"
-            fail(op, rule, repr(pattern), f"Choose among the layers: {some(names) or '(none)'}")
+            why = why_skipped(each for each in skipped if fnmatchcase(each.name, pattern))
+            got = f"{pattern!r}{why and f', which matches only skipped layers: {why}'}"
+            fail(op, rule, got, f"Choose among the layers: {some(names) or '(none)'}")
     found = {}
     for name in names:
         first = next((p for p in patterns if fnmatchcase(name, p)), None)

@@ -21,7 +21,7 @@ from qtensor.modules.conversion import LayerReport
 from qtensor.storage.ops.lost_changes import left_of
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights import calibration as inputs_of
-from qtensor.weights.layers import WeightLayer, named_layers
+from qtensor.weights.layers import WeightLayer, named_layers, why_skipped
 from qtensor.weights.libraries import library_changes
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.merge_report import LayerMerge, MergeReport, warn_of_losses
@@ -157,7 +157,7 @@ def _changes(
         layers = named_layers(model)
         changes = {name: _plain_change(name, layers, pair) for name, pair in adapters.items()}
     if not changes:
-        why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+        why = why_skipped(skipped) or "none"
         rule = "the model needs an active adapter that can be merged"
         fail(OP, rule, why, "Add adapters with PEFT, or pass adapters={name: (A, B)}")
     return changes, skipped

@@ -25,6 +25,7 @@ from qtensor.weights.layers import (
     match,
     named_layers,
     weight_layers,
+    why_skipped,
 )
 from qtensor.weights.libraries import tell_libraries
 from qtensor.weights.measurement import evaluating
@@ -140,7 +141,7 @@ def chosen_layers(
     layers, skipped = weight_layers(op, model, filter_fn, kinds, plain)
     if not layers:
         others = {layer.kind for layer in named_layers(model, KINDS).values()}.difference(kinds)
-        why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+        why = why_skipped(skipped) or "none"
         if op != "quantize_":
             rule = "the model needs a linear layer whose weight can be quantized"
             why += f", and layers that {op} leaves alone: {some(sorted(others))}" if others else ""
@@ -152,7 +153,7 @@ def chosen_layers(
         rule = "a format must be named; None leaves single layers in high precision"
         fail(op, rule, "None", 'Pass for example "nvfp4", or {"head": None, "*": "nvfp4"}')
     formats = format if isinstance(format, Mapping) else {"*": format}
-    patterns = match(op, formats, layers, "format")
+    patterns = match(op, formats, layers, "format", skipped=skipped)
     parsed = {pattern: as_quantizer(op, formats[pattern]) for pattern in formats}
     wanted = []
     for name, layer in layers.items():

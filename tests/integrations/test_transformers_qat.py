@@ -228,3 +228,16 @@ def test_weights_of_a_prepared_model_are_plain():
     model = make()
     qtensor.prepare_qat_(model, "nvfp4", is_layer)
     assert all(type(t) is torch.Tensor for t in weights(model).values())
+
+
+@pytest.mark.parametrize("change", [qtensor.prepare_qat_, qtensor.quantize_])
+def test_errors_name_skipped_experts(change):
+    """Not the layers that the caller left out: those hid the reason."""
+    model = make("gpt-oss")
+    why = r"mlp\.experts\.gate_up_proj: its experts are stored as \(E, K, N\)"
+    with pytest.raises(qtensor.QTensorError, match=rf"got model\.layers\.0\.{why}"):
+        change(model, "mxfp8", lambda module, name: "experts" in name)
+    with pytest.raises(qtensor.QTensorError, match=rf"matches only skipped layers: .*{why}"):
+        change(model, {"*.experts.*": "mxfp8"})
+    with pytest.raises(qtensor.QTensorError, match=r"q_proj: filtered; .*k_proj: filtered"):
+        change(model, "mxfp8", lambda module, name: False)
