@@ -212,7 +212,7 @@ def test_a_compiled_function_returns_it_with_a_gradient(name: str) -> None:
     assert_same_bytes(found, wanted)
 
 
-@pytest.mark.parametrize(
+formless = pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
         ("fp8_rowwise", (2, 32, 64), {}),
@@ -223,6 +223,36 @@ def test_a_compiled_function_returns_it_with_a_gradient(name: str) -> None:
     ],
     ids=["lines", "lines of axis 0", "ragged blocks", "row_scaled", "whole blocks"],
 )
+
+
+@pytest.mark.parametrize(("name", "n"), [("fp8_rowwise", 32), ("fp8_blockwise", 130)])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_transpose_without_buffers_leaves_a_graph_with_a_gradient(name: str, n: int) -> None:
+    """AOTAutograd makes it contiguous, to guess the form of its gradient."""
+    stack = BY_NAME[name].quantize(rand(2, n, 64)).requires_grad_()
+    found = []
+    for run in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        turned = run(lambda t: t.transpose(1, 2))(stack)
+        loss = (turned.dequantize() * rand(*turned.shape, seed=1)).sum()
+        found.append((turned.detach().dequantize(), *torch.autograd.grad(loss, stack)))
+    for got, want in zip(*found, strict=True):
+        assert_same_bytes(got, want)
+
+
+@formless
+@pytest.mark.parametrize("copied", ["clone", "contiguous"])
+def test_a_copy_of_a_transpose_without_buffers(
+    name: str, shape: tuple[int, ...], options: dict[str, Any], copied: str
+) -> None:
+    stack = BY_NAME[name].quantize(rand(*shape), **options)
+    own, before = getattr(stack.mT, copied)(), stack.dequantize()
+    assert_same_bytes(own.dequantize(), before.mT.contiguous())
+    own.zero_()
+    assert not own.dequantize().any()
+    assert_same_bytes(stack.dequantize(), before)
+
+
+@formless
 def test_products_where_the_transpose_has_no_buffers(
     name: str, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:

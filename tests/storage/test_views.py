@@ -389,12 +389,6 @@ def test_contiguous_copies_where_torch_does(
     with torch.inference_mode(inference):
         q = case.quantize(rand(256, 256), rowwise=rowwise, columnwise=columnwise)
         before, plain = q.dequantize(), torch.zeros(256, 256)
-        if order == "stack" and case.name == "fp8_rowwise":
-            with pytest.raises(
-                qtensor.UnsupportedError, match="cannot be regrouped over more than two"
-            ):
-                ORDERS[order](q).contiguous()
-            return
         got = ORDERS[order](q).contiguous()
         want = ORDERS[order](plain)
         shape = got.shape

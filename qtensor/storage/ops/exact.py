@@ -89,6 +89,7 @@ def _clone(func: Op, args: Args, kwargs: Kwargs) -> Any:
     is_part = any(each._origin.is_part for each in (t, *t._parts))
     if is_part or t._parts:
         copied = own_copy(t)
+        is_part |= bool(copied._parts)
     else:
         copied = map_buffers(t, torch.clone, origin=of_copy(t._origin))
     if not (is_part or is_row_major(t) or memory_format is torch.contiguous_format):

@@ -103,10 +103,19 @@ def _has_rows(t: QuantizedTensor) -> bool:
     )
 
 
-def own_copy(t: Q) -> Q:
-    """Return a copy of a part as a tensor of its own, with the padding of a whole tensor."""
+def own_copy(t: QuantizedTensor) -> QuantizedTensor:
+    """Return a copy of a part as a tensor of its own, with the padding of a whole tensor.
+
+    The copy of a transposed stack whose bytes cannot be laid out is the transpose of a copied one.
+    """
     if t._parts:
-        return with_buffers(t, t.buffers(), origin=of_copy(t._origin))
+        try:
+            buffers = t.buffers()
+        except UnsupportedError:
+            if t._origin.layout != "transposed":
+                raise
+            return transposed_stack(own_copy(t._parts[0]))
+        return with_buffers(t, buffers, origin=of_copy(t._origin))
     pairs = zip(t.buffers(), geometry.whole_buffers(t), strict=True)
     buffers = [own.clone() if own is whole else whole.contiguous() for own, whole in pairs]
     return with_buffers(t, buffers, origin=of_copy(t._origin))
