@@ -13,6 +13,8 @@ from qtensor.core.torch_state import watched
 
 LIMIT = 0.5
 """Warn if less than this share of a change is left."""
+_PIECE = 1 << 16
+"""Values whose products are summed at a time: float64 copies of a whole weight would cost more."""
 
 
 class WarnsOfLostChanges:
@@ -63,9 +65,12 @@ def left_of(wanted: Tensor, real: Tensor) -> tuple[float, float, float]:
         The projection ``<real, wanted> / <wanted, wanted>``, the cosine of both, and
         ``<wanted, wanted>``. A change of zeros is kept if nothing changes.
     """
-    products = [float((a.double() * b).sum()) for a, b in ((real, wanted), (real, real))]
-    size = float(wanted.double().square().sum())
+    products = torch.zeros(2, 2, dtype=torch.float64, device=real.device)
+    for piece in zip(real.flatten().split(_PIECE), wanted.flatten().split(_PIECE), strict=True):
+        both = torch.stack(piece).double()
+        products += both @ both.mT
+    (left, product), (_, size) = products.tolist()
     if size == 0:
-        return (1.0, 1.0, 0.0) if products[1] == 0 else (0.0, 0.0, 0.0)
-    cosine = products[0] / (products[1] * size) ** 0.5 if products[1] > 0 else 0.0
-    return products[0] / size, cosine, size
+        return (1.0, 1.0, 0.0) if left == 0 else (0.0, 0.0, 0.0)
+    cosine = product / (left * size) ** 0.5 if left > 0 else 0.0
+    return product / size, cosine, size
