@@ -15,6 +15,8 @@ from torch import Tensor
 
 from qtensor.caches import KVCache
 from qtensor.core.errors import UnsupportedError, fail
+from qtensor.modules.input_hook import TRANSFORM
+from qtensor.modules.input_transform import InputTransform
 from qtensor.storage.base import QuantizedTensorStorage
 
 
@@ -87,6 +89,9 @@ def attend_latent(module: Any, query: Tensor, new: NewTokens, options: dict[str,
     weight = module.kv_b_proj.weight
     if isinstance(weight, QuantizedTensorStorage):
         weight = weight.dequantize(query.dtype)
+    transform = module.kv_b_proj._modules.get(TRANSFORM)
+    if isinstance(transform, InputTransform):  # The latents in the cache are not transformed.
+        weight = transform.into_weight(weight.float()).to(query.dtype)
     by_heads = weight.unflatten(0, (-1, nope + size))
     latent = query[..., :nope] @ by_heads[:, :nope]
     latent_query = torch.cat([latent, query[..., nope:]], -1)

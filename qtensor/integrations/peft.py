@@ -22,6 +22,7 @@ from torch.func import functional_call
 from qtensor.core.errors import check, fail
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.modules.conversion import Conversion, LayerReport
+from qtensor.modules.input_transform import for_inputs_of
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights.layers import WeightLayer, layers_of
@@ -204,7 +205,8 @@ def _sum_of_changes(module: Any, names: Sequence[str]) -> Tensor:
                 b = b.reshape(b.shape[0], -1, module.num_experts).permute(2, 0, 1)
             change = (b * module.scaling[name]) @ a
             total = change if total is None else total + change
-    return total  # type: ignore[return-value]
+        # The adapters read inputs that the layer below them has not transformed.
+        return for_inputs_of(module.get_base_layer(), total)  # type: ignore[arg-type]
 
 
 def _change(module: Any, names: Sequence[str]) -> Callable[[], Tensor]:

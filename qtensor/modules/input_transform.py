@@ -80,10 +80,24 @@ class InputTransform(InputStep):
             weight = rotate(weight, self._matrix)
         return weight if self.scale is None else weight * self.scale.to(weight.dtype)
 
+    def of_weight(self, weight: Tensor) -> Tensor:
+        """Return a weight (N, K) for inputs that are not transformed as it is for transformed ones.
+
+        It is the inverse of ``into_weight``.
+        """
+        weight = weight if self.scale is None else weight / self.scale.to(weight.dtype)
+        return weight if self._matrix is None else rotate(weight, self._matrix)
+
     def extra_repr(self) -> str:
         """Return what the transform does for the repr of the module."""
         parts = ["scale"] if self.scale is not None else []
         return ", ".join([*parts, *([f"hadamard={self.block}"] if self.block else [])])
+
+
+def for_inputs_of(layer: nn.Module, weight: Tensor) -> Tensor:
+    """Return a weight (N, K), or a change of one, as it is for inputs that a layer transforms."""
+    transform = layer._modules.get(TRANSFORM)
+    return transform.of_weight(weight) if isinstance(transform, InputTransform) else weight
 
 
 def undo_transforms(model: nn.Module) -> None:

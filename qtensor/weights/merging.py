@@ -18,6 +18,7 @@ from qtensor.api import quantizer_of
 from qtensor.core.errors import ArgumentTypeError, DtypeError, check, fail, is_number
 from qtensor.core.texts import some
 from qtensor.modules.conversion import LayerReport
+from qtensor.modules.input_transform import for_inputs_of
 from qtensor.storage.ops.lost_changes import left_of
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights import calibration as inputs_of
@@ -192,7 +193,7 @@ def _plain_change(name: str, layers: Mapping[str, WeightLayer], pair: Any) -> Ch
     return Change(
         name,
         layer,
-        lambda: (b.detach().float() @ a.detach().float()).mul_(scaling),
+        lambda: for_inputs_of(layer.modules[0], b.detach().float() @ a.detach().float() * scaling),
         lambda merged: None,
     )
 

@@ -12,6 +12,8 @@ import qtensor
 peft = pytest.importorskip("peft", reason="peft (extra dev) is not installed")
 
 from qtensor.integrations.peft import MergeAwareLinear, merge_aware_  # noqa: E402
+from qtensor.modules.input_hook import TRANSFORM, set_input_step  # noqa: E402
+from qtensor.modules.input_transform import InputTransform  # noqa: E402
 
 ROUNDED = [case for case in FORMATS if case.name != "fp8_delayed"]
 """A weight that is quantized once has no earlier steps."""
@@ -42,6 +44,37 @@ def steps(model, count=3):
 
 
 # ---- merges
+
+
+@pytest.mark.parametrize(
+    ("given", "aware"), [("pair", False), ("peft", False), ("peft", True)], ids=str
+)
+def test_a_merge_into_a_layer_that_transforms_its_inputs(given, aware):
+    """The adapter reads the inputs themselves; its change was added as if they were transformed."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96)
+    set_input_step(layer, TRANSFORM, InputTransform(torch.linspace(0.5, 2, 64), 32))
+    if aware:
+        qtensor.quantize_(layer, "mxfp8")
+    a, b, x = rand(4, 64, seed=1), rand(96, 4, seed=2), rand(16, 64, seed=3)
+    want = layer(x) + x @ a.T @ b.T
+    if given == "pair":
+        model, pairs = layer, {"": (a, b)}
+    else:
+        config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=["0"])
+        model, pairs = peft.get_peft_model(nn.Sequential(layer), config), None
+        adapter = model.base_model.model[0]
+        adapter.lora_A["default"].weight.data = a
+        adapter.lora_B["default"].weight.data = b
+        torch.testing.assert_close(model(x), want)
+    if aware:
+        merge_aware_(model)
+    trained = model(x)
+    qtensor.merge_lora_(model, pairs)
+    if aware:
+        assert torch.equal(model(x), trained)
+    tolerance = 0.05 if aware else 1e-5
+    assert (model(x) - want).norm() < tolerance * want.norm()
 
 
 @pytest.mark.parametrize("method", ["nearest", "stochastic", "gptq"])

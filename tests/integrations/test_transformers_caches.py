@@ -12,6 +12,8 @@ from transformers_models import transformers
 
 import qtensor
 from qtensor.integrations.transformers import QTensorCache, absorb_latent_attention, kv_scales
+from qtensor.modules.input_hook import TRANSFORM, set_input_step
+from qtensor.modules.input_transform import InputTransform
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -299,4 +301,19 @@ def test_a_quantized_projection_is_absorbed():
         layer.self_attn.kv_b_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
         other.self_attn.kv_b_proj.weight.data = weight.dequantize()
     got, want = (generate(m, cache_of("absorbed", m, "mxfp8"))[1] for m in (model, dense))
+    assert torch.equal(got, want)
+
+
+def test_a_projection_that_transforms_its_inputs_is_absorbed():
+    """Its weight was multiplied by latents that were neither scaled nor rotated."""
+    model = build("deepseek-v3 absorbed")
+    plain = copy.deepcopy(model)
+    for layer in model.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        scale = torch.linspace(0.5, 2, projection.in_features)
+        transform = InputTransform(scale, 16)
+        with torch.no_grad():
+            projection.weight.copy_(transform.of_weight(projection.weight))
+        set_input_step(projection, TRANSFORM, transform)
+    got, want = (generate(m, cache_of("absorbed", m, "bfloat16"))[0] for m in (model, plain))
     assert torch.equal(got, want)

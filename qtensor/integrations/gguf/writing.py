@@ -14,8 +14,10 @@ from qtensor import checkpoints
 from qtensor.checkpoints import Checkpoint
 from qtensor.checkpoints.buffers import rowwise_parts
 from qtensor.checkpoints.checkpoint import open_with_factors
+from qtensor.checkpoints.input_transforms import PRE_SCALE, ROTATION
 from qtensor.checkpoints.nvfp4_factor import factor_in
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.texts import some
 from qtensor.integrations.gguf.families import family_of
 from qtensor.integrations.gguf.metadata import frequency_factors, key_values, text_config
 from qtensor.integrations.gguf.naming import (
@@ -28,6 +30,7 @@ from qtensor.integrations.gguf.naming import (
     to_gguf,
 )
 from qtensor.integrations.gguf.tokenizer import tokenizer_pairs
+from qtensor.modules.input_hook import TRANSFORM
 from qtensor.storage.tensor import QuantizedTensor
 
 PathLike = str | os.PathLike[str]
@@ -35,7 +38,7 @@ FORMATS = ("mxfp4", "nvfp4")
 """Formats that GGUF files hold."""
 _OTHER_PARTS = ("vision", "multi_modal", "multimodal", "audio", "image", "embed_vision")
 """How the names of parts of a model begin, besides its language model."""
-_ACTIVATIONS = ("k_scale", "v_scale", "q_scale", "input_global_scale", "pre_quant_scale")
+_ACTIVATIONS = ("k_scale", "v_scale", "q_scale", "input_global_scale")
 
 
 def save_gguf(
@@ -74,7 +77,8 @@ def save_gguf(
     Raises:
         CheckpointError: GGUF cannot hold a weight, or the file exists.
         UnsupportedError: the family is not among these, llama.cpp computes something else than the
-            config says, a tensor has no place or is missing, or ``decode`` is None and needed.
+            config says, a tensor has no place or is missing, ``decode`` is None and needed, or
+            layers scale or rotate their inputs.
     """
     if isinstance(model, (str, os.PathLike)):
         with open_with_factors(model) as checkpoint:
@@ -88,6 +92,7 @@ def save_gguf(
                 overwrite=overwrite,
             )
     state, found = _weights(model)
+    _refuse_transforms(state)
     config = text_config(_plain_config(found if config is None else config))
     family = family_of(config)
     names, left_out = _selected(state, config)
@@ -128,6 +133,21 @@ def _weights(model: Any) -> tuple[Mapping[str, Tensor], Any]:
         got = type(model).__name__
         fail("save_gguf", "model holds weights by name", got, fix, ArgumentTypeError)
     return model, None
+
+
+def _refuse_transforms(state: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are right only for inputs that layers scale or rotate."""
+    ends = (f".{PRE_SCALE}", f".{ROTATION}", f".{TRANSFORM}.scale", f".{TRANSFORM}.hadamard")
+    found = [name for name in state if name.endswith(ends)]
+    if isinstance(state, Checkpoint):
+        found += state.input_transforms
+    if found:
+        fix = (
+            "Write the weights for plain inputs: call dequantize() of a model of transformers, or "
+            "qtensor.checkpoints.dequantize for files"
+        )
+        rule = "llama.cpp neither scales nor rotates the inputs of layers"
+        fail("save_gguf", rule, some(found), fix, UnsupportedError)
 
 
 def _selected(
