@@ -188,8 +188,7 @@ class KVCache:
             rule, got = f"positions must be (batch size, {count})", tuple(given.shape)
             fits = got == (self.lengths.shape[0], count)
             check(fits, "KVCache.append", rule, got, "Pass one for each token")
-            positions = given
-            lengths = torch.maximum(self.lengths, given.amax(1) + 1)
+            positions, lengths = given, torch.maximum(self.lengths, given.amax(1) + 1)
             most = int(lengths.max()) if self.grow else 0
         if self.grow:
             self._make_room(most)

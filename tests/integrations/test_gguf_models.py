@@ -30,8 +30,6 @@ from qtensor.integrations.gguf.metadata import frequency_factors, text_config
 from qtensor.integrations.gguf.rows import pair_rows, take_rows
 from qtensor.integrations.gguf.tokenizer import PATTERNS
 from qtensor.integrations.transformers import QTensorConfig, weights
-from qtensor.modules.input_hook import TRANSFORM, set_input_step
-from qtensor.modules.input_transform import InputTransform
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install gguf")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -257,24 +255,6 @@ def test_a_mixed_folder(tmp_path):
             want = checkpoint.dense(key, torch.bfloat16)
             assert_same_bytes(again[key], want)
             assert torch.equal(theirs["blk.0.attn_q.weight"], want.float())
-
-
-@pytest.mark.parametrize("layout", ["qtensor", "modelopt", "compressed-tensors"])
-def test_scaled_and_rotated_inputs_are_refused(layout, tmp_path):
-    """The file was written without the scales, with which alone the weights are right."""
-    made = model("qwen3")
-    qtensor.quantize_(made, {"*mlp*": "nvfp4"})
-    layer = made.model.layers[1].mlp.down_proj
-    rotated = layout == "compressed-tensors"
-    transform = InputTransform(hadamard=32) if rotated else InputTransform(torch.ones(192))
-    set_input_step(layer, TRANSFORM, transform)
-    checkpoints.save(weights(made), tmp_path / "x", layout=layout, config=made.config.to_dict())
-    with checkpoints.open(tmp_path / "x", accept_rotated=True) as opened:
-        for source in (made, opened):
-            with pytest.raises(
-                UnsupportedError, match=r"neither scales nor .*layers\.1\.mlp\.down"
-            ):
-                save_gguf(source, tmp_path / "x.gguf")
 
 
 def test_experts_of_a_folder(tmp_path):
