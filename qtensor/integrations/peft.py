@@ -25,7 +25,7 @@ from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_transform import for_inputs_of
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
-from qtensor.weights.layers import WeightLayer, layers_of
+from qtensor.weights.layers import WeightLayer, holders_of, layers_of
 from qtensor.weights.merged_rounding import nearest_sum, shared_rows
 from qtensor.weights.merging import Change
 
@@ -94,6 +94,7 @@ def changes(model: nn.Module) -> tuple[dict[str, Change], list[LayerReport]]:
     """
     found: dict[str, Change] = {}
     skipped: list[LayerReport] = []
+    holders = holders_of(model)
     for name, module in _layers_of_peft(model):
         active = _active(module)
         if not active:
@@ -106,6 +107,8 @@ def changes(model: nn.Module) -> tuple[dict[str, Change], list[LayerReport]]:
             reason = f"its adapters are disabled: {', '.join(active)}"
         elif not waiting:
             reason = f"its adapters are merged already: {', '.join(active)}"
+        elif layer is not None and len(places := holders.get(id(layer.stored[0]), {})) > 1:
+            reason = f"its weight is tied: {', '.join(places)}"
         if layer is None or reason:
             features = f"{module.in_features} -> {module.out_features}"
             skipped.append(LayerReport(own, features, reason))

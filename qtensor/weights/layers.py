@@ -163,10 +163,7 @@ def weight_layers(
     if not (filter_fn is None or callable(filter_fn)):
         rule = "filter_fn must be a function of a module and its name"
         fail(op, rule, repr(filter_fn), "Pass one that returns a bool", ArgumentTypeError)
-    holders: dict[int, dict[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            holders.setdefault(id(parameter), {})[f"{name}.{own}" if name else own] = module
+    holders = holders_of(model)
     found = named_layers(model, kinds)
     reasons = {}
     for name, layer in found.items():
@@ -192,6 +189,15 @@ def weight_layers(
             layers[name] = replace(layer, modules=modules, note=note, kind=kind)
     skipped = [LayerReport(n or "(root)", found[n].features, r) for n, r in reasons.items() if r]
     return layers, skipped
+
+
+def holders_of(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
+    """Return the modules that hold each parameter, by its id and by its names in the model."""
+    holders: dict[int, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            holders.setdefault(id(parameter), {})[f"{name}.{own}" if name else own] = module
+    return holders
 
 
 def dense_modules(model: nn.Module) -> tuple[LayerReport, ...]:

@@ -22,7 +22,7 @@ from qtensor.modules.input_transform import for_inputs_of
 from qtensor.storage.ops.lost_changes import left_of
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.weights import calibration as inputs_of
-from qtensor.weights.layers import WeightLayer, named_layers, why_skipped
+from qtensor.weights.layers import WeightLayer, holders_of, named_layers, why_skipped
 from qtensor.weights.libraries import library_changes
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.merge_report import LayerMerge, MergeReport, warn_of_losses
@@ -155,8 +155,13 @@ def _changes(
         if not isinstance(adapters, Mapping):
             rule, fix = "adapters is a dict from names of layers to (A, B)", "Pass one"
             fail(OP, rule, type(adapters).__name__, fix, ArgumentTypeError)
-        layers = named_layers(model)
+        layers, holders = named_layers(model), holders_of(model)
         changes = {name: _plain_change(name, layers, pair) for name, pair in adapters.items()}
+        for name, change in changes.items():
+            places = holders.get(id(change.layer.stored[0]), {})
+            rule = "a merge changes the weight of one layer"
+            got = f"the weight of {name} is tied: {', '.join(places)}"
+            check(len(places) < 2, OP, rule, got, "Untie it, or leave the layer out of adapters")
     if not changes:
         why = why_skipped(skipped) or "none"
         rule = "the model needs an active adapter that can be merged"

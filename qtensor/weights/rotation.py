@@ -14,7 +14,7 @@ from qtensor.core.texts import some
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.input_hook import QUANTIZER, TRANSFORM, set_input_step
 from qtensor.modules.input_transform import InputTransform, hadamard_matrix, rotate
-from qtensor.weights.layers import Filter, WeightLayer, is_experts, weight_layers
+from qtensor.weights.layers import Filter, WeightLayer, is_experts, weight_layers, why_skipped
 from qtensor.weights.libraries import tell_libraries
 from qtensor.weights.measurement import evaluating, restorer
 from qtensor.weights.metrics import as_batches, call, same_random_numbers
@@ -26,6 +26,8 @@ TRANSFORMED = "its inputs have a transform already"
 """Reason for which a layer stays as it is."""
 LEAST = 16
 """The smallest group of channels that is worth a rotation: a block of NVFP4."""
+_MARK = "_inputs_are_rotated"
+"""Attribute of norms and layers whose inputs arrive rotated; nothing else tells a second call."""
 _TOLERANCE = {torch.float32: 1e-3}
 """The most by which outputs may move, as a share of the largest one; 0.05 for other dtypes."""
 
@@ -91,7 +93,6 @@ def rotate_(
             done, why = _rotate_residual(model, batches[0], lambda: moved_by(outputs(), want), undo)
             if why:
                 skipped.append(LayerReport("(residual)", "", f"not rotated: {why}"))
-        swapped += done.values()
 
         def moved_first() -> float | None:
             return moved_by(outputs(batches[:1]), want[:1])
@@ -99,10 +100,11 @@ def rotate_(
         for pair in find_pairs(layers, done, size, moved_first) if values else ():
             undo.callback(restorer(pair.parameters))
             pair.rotate()
+            _mark(pair.reader, undo)
             note = f"reads {pair.first}, rotated with it in groups of {pair.size}"
             report = LayerReport(pair.second, shape_of(pair.reader.weight), note)
             done[id(pair.reader.weight)] = report
-            swapped.append(report)
+        swapped += done.values()
         for name, layer in layers.items():
             group = min(size, power_of_two_in(layer.stored[0].shape[-1]))
             if id(layer.stored[0]) in done:
@@ -113,7 +115,7 @@ def rotate_(
             _rotate_online(layer, group, undo)
             note = f"its inputs are rotated in groups of {group} at each call"
             swapped.append(LayerReport(name or "(root)", layer.features, note))
-        reasons = "; ".join(f"{report.name}: {report.note}" for report in skipped[-3:])
+        reasons = why_skipped(skipped[-3:])
         check(bool(swapped), OP, "a layer must allow a rotation", reasons, "Check filter_fn")
         if (moved := moved_by(outputs(), want)) is not None:
             rule = "a rotated model computes what it computed before"
@@ -130,12 +132,18 @@ def _check_not_rotated(model: object) -> None:
     rotating = []
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         step = module._modules.get(TRANSFORM)
-        if isinstance(step, InputTransform) and step.block:
+        if (isinstance(step, InputTransform) and step.block) or _MARK in vars(module):
             rotating.append(name or "(root)")
     rule = "a model is rotated once, because a second rotation undoes the first"
     fix = "Start from the model of before, and rotate all layers in one call"
     got = f"a rotation of the inputs of {some(rotating)}"
     check(not rotating, OP, rule, got, fix)
+
+
+def _mark(module: nn.Module, undo: ExitStack) -> None:
+    """Note that the inputs of a norm or layer are rotated by the weights around it."""
+    setattr(module, _MARK, True)
+    undo.callback(vars(module).pop, _MARK, None)
 
 
 def _rotate_residual(
@@ -156,6 +164,8 @@ def _rotate_residual(
         if (by := moved()) is not None:
             return {}, f"its outputs would move by {by:.1e}: the residual has other readers"
         undo.enter_context(trial.pop_all())
+        for norm in plan.norms:
+            _mark(norm.norm, undo)
     note = f"reads the residual, rotated in groups of {plan.size}"
     return {id(p): LayerReport(n, shape_of(p, dim), note) for n, p, dim in plan.readers}, ""
 

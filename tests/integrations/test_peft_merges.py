@@ -46,6 +46,23 @@ def steps(model, count=3):
 # ---- merges
 
 
+def test_a_tied_weight_is_skipped():
+    """The change reached the embedding too; the adapter stays beside the weight."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32, bias=False))
+    inner[2].weight = inner[0].weight
+    model = peft.get_peft_model(inner, peft.LoraConfig(r=4, target_modules=["1", "2"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * rand(*parameter.shape, seed=len(name))
+    ids = torch.arange(8)
+    want = model(ids)
+    report = qtensor.merge_lora_(model)
+    assert [each.name for each in report.layers] == ["1"]
+    assert "its weight is tied: " in report.skipped[0].note
+    torch.testing.assert_close(model(ids), want)
+
+
 @pytest.mark.parametrize(
     ("given", "aware"), [("pair", False), ("peft", False), ("peft", True)], ids=str
 )

@@ -388,13 +388,34 @@ def test_a_matrix_that_was_first_made_without_gradients_or_data():
         torch.testing.assert_close(x.grad, 2 * x.detach())  # a rotation keeps the norm
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_second_rotation_of_the_residual_alone(failed, monkeypatch):
+    """No layer rotates its inputs at each call; the second call undid the first one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(60, 64), nn.RMSNorm(64), nn.Linear(64, 32))
+    if failed:
+        with monkeypatch.context() as patched:
+            patched.setattr("qtensor.weights.rotation.find_pairs", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                qtensor.rotate_(model, [IDS])
+    assert READS in qtensor.rotate_(model, [IDS]).swapped[0].note
+    rotated = model[2].weight.detach().clone()
+    with pytest.raises(qtensor.QTensorError, match=r"rotated once.*rotation of the inputs of 1"):
+        qtensor.rotate_(copy.deepcopy(model), [IDS])
+    assert torch.equal(model[2].weight, rotated)
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
 def test_a_second_rotation_and_inputs_that_are_quantized():
     torch.manual_seed(0)
     x = torch.randn(3, 64)
     model = make("Llama")
     qtensor.rotate_(model, [IDS])
     before = copy.deepcopy(model.state_dict())
-    rule = "a model is rotated once.*got a rotation of the inputs of model.layers.0.mlp.down_proj"
+    rule = "a model is rotated once.*got a rotation of the inputs of .*layers.0.mlp.down_proj"
     with pytest.raises(qtensor.QTensorError, match=rule):
         qtensor.rotate_(model, [IDS])
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())

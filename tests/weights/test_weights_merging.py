@@ -326,6 +326,17 @@ class Foreign(torch.Tensor):
     """A weight of another library, or a part of one."""
 
 
+def test_a_tied_weight_is_refused():
+    """The change reached the embedding too."""
+    model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 32, bias=False))
+    model[1].weight = model[0].weight
+    before = model[0].weight.detach().clone()
+    adapter = {"1": (torch.ones(2, 64), torch.ones(32, 2))}
+    with pytest.raises(qtensor.QTensorError, match=r"weight of 1 is tied: 0\.weight, 1\.weight"):
+        qtensor.merge_lora_(model, adapter)
+    assert torch.equal(model[0].weight, before)
+
+
 def test_a_weight_of_another_class():
     model = nn.Sequential(nn.Linear(64, 64))
     model[0].weight = nn.Parameter(torch.ones(64, 64).as_subclass(Foreign))
