@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,14 @@ class InputTransform(InputStep):
         if self._matrix is not None:
             values = rotate(values, self._matrix)
         return values
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        # A model may be rotated in blocks of another size than the one that was saved.
+        size = self.hadamard
+        if size is not None and not size.is_meta and int(size) != self.block:
+            self.block = int(size)
+            self._matrix = hadamard_matrix(self.block, size.device)
 
     def into_weight(self, weight: Tensor) -> Tensor:
         """Return a weight (N, K) as it is for inputs that are not transformed."""

@@ -388,6 +388,20 @@ def test_a_matrix_that_was_first_made_without_gradients_or_data():
         torch.testing.assert_close(x.grad, 2 * x.detach())  # a rotation keeps the norm
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_with_blocks_of_another_size(assign):
+    """The size was loaded, and the matrix was not."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 64)
+    plain = nn.Sequential(nn.Linear(64, 32))
+    want, models = plain(x), [copy.deepcopy(plain) for _ in range(2)]
+    for model, size in zip(models, (16, 64), strict=True):
+        qtensor.rotate_(model, [x], size=size)
+    models[0].load_state_dict(models[1].state_dict(), assign=assign)
+    torch.testing.assert_close(models[0](x), want)
+    assert "hadamard=64" in repr(models[0])
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_second_rotation_of_the_residual_alone(failed, monkeypatch):
     """No layer rotates its inputs at each call; the second call undid the first one."""
