@@ -76,26 +76,43 @@ INLINE VI e2m1_index(VF y) {
     __m512i up = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
     return (VI)_mm512_add_epi32(down, up);
 }
-// The low bytes of four vectors, as pack() has them.
+// Packing takes turns by lanes of 16 bytes: what restores the order of 64 bytes, and of 128 packed codes.
 template <bool Pairs>
-INLINE VB pack_bytes(const VI c[4]) {
-    const __m512i low = _mm512_set1_epi32(0xff), even = _mm512_load_si512(BYTES.low);
-    if (!Pairs) {
-        const __m512i a = _mm512_permutex2var_epi16((__m512i)c[0], even, (__m512i)c[1]);
-        const __m512i b = _mm512_permutex2var_epi16((__m512i)c[2], even, (__m512i)c[3]);
-        return (VB)_mm512_permutex2var_epi8(a, _mm512_load_si512(BYTES.even), b);
+struct PackedOrder {
+    alignas(64) i32 group[16];
+    alignas(64) u16 nibbles[32];
+    constexpr PackedOrder() : group(), nibbles() {
+        for (int i = 0; i < 16; i++) group[i] = place_of(4 * i) / 4;
+        for (int i = 0; i < 32; i++) {
+            const int from = place_of(i % 16 * 4);
+            nibbles[i] = u16(from / 16 * 8 + i / 16 * 4 + from % 16 / 4);
+        }
     }
-    const __m512i w0 =
-        _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[1], 8), (__m512i)c[0], low, 0xf8);
-    const __m512i w1 =
-        _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[3], 8), (__m512i)c[2], low, 0xf8);
-    return (VB)_mm512_permutex2var_epi16(w0, even, w1);
+    static constexpr int place_of(int e) {
+        return Pairs ? e % 32 / 8 * 16 + e / 32 * 8 + e % 8 : e % 16 / 4 * 16 + e / 16 * 4;
+    }
+};
+template <bool Pairs>
+static constexpr PackedOrder<Pairs> PACKED;
+template <bool Pairs>
+INLINE VB in_order(VB packed) {
+    return (VB)_mm512_permutexvar_epi32(_mm512_load_si512(PACKED<Pairs>.group), (__m512i)packed);
 }
-// 128 codes to 64 bytes.
+// Four vectors of signed bytes, not in order yet.
+template <bool Pairs>
+INLINE __m512i packed_bytes(const VI c[4]) {
+    const __m512i* z = (const __m512i*)c;
+    if (!Pairs) return _mm512_packs_epi16(_mm512_packs_epi32(z[0], z[1]), _mm512_packs_epi32(z[2], z[3]));
+    const __m512i even = _mm512_packs_epi32(z[0], z[2]), odd = _mm512_packs_epi32(z[1], z[3]);
+    return _mm512_ternarylogic_epi32(_mm512_slli_epi16(odd, 8), even, _mm512_set1_epi16(0xff), 0xf8);
+}
+// 128 codes, not in order, to 64 bytes, in order.
+template <bool Pairs>
 INLINE VB nibbles_of(VB a, VB b) {
     const __m512i k = _mm512_set1_epi16(0x1001);
-    return (VB)_mm512_permutex2var_epi8(_mm512_maddubs_epi16((__m512i)a, k), _mm512_load_si512(BYTES.even),
-                                        _mm512_maddubs_epi16((__m512i)b, k));
+    return (VB)_mm512_permutexvar_epi16(
+        _mm512_load_si512(PACKED<Pairs>.nibbles),
+        _mm512_packus_epi16(_mm512_maddubs_epi16((__m512i)a, k), _mm512_maddubs_epi16((__m512i)b, k)));
 }
 // Which of 16 blocks of 16 elements each lane belongs to: lanes of vector j of group g.
 template <class D>
@@ -109,9 +126,14 @@ struct Spread {
 };
 template <class D>
 static constexpr Spread<D> SPREAD;
-INLINE VB e2m1_codes(VB index) {
-    return (VB)_mm512_permutex2var_epi8(_mm512_load_si512(ORDER.e2m1), (__m512i)index,
+INLINE VB e2m1_codes(__m512i index) {
+    return (VB)_mm512_permutex2var_epi8(_mm512_load_si512(ORDER.e2m1), index,
                                         _mm512_load_si512(ORDER.e2m1 + 64));
+}
+// The same with the signs of `sign`.
+INLINE VB e2m1_codes(__m512i index, __m512i sign) {
+    const __m512i code = _mm512_permutexvar_epi8(_mm512_abs_epi8(index), _mm512_load_si512(ORDER.e2m1));
+    return (VB)_mm512_ternarylogic_epi32(code, _mm512_srli_epi16(sign, 4), bytes_of(8), 0xf8);
 }
 // The 16 values of 8 bytes.
 INLINE VF e2m1_values(const u8* p) {
@@ -144,18 +166,40 @@ INLINE __m512i quarter_places(__m512i w, __m512i base) {
     const __m512i up = _mm512_add_epi16(s, _mm512_set1_epi16(0x3f));
     return _mm512_add_epi16(_mm512_srli_epi16(s, 6), _mm512_srli_epi16(up, 6));
 }
-// 64 words; base: (code + LEAST_PLACE) << 8 for each of them.
+// 64 words; base: (code + LEAST_PLACE) << 8 for each of them. In the order of PackedOrder<true>.
 INLINE VB e2m1_group(const u16* x, const __m512i base[2]) {
     const __m512i w0 = load<__m512i>(x), w1 = load<__m512i>(x + 32);
     const __m512i place = _mm512_packus_epi16(quarter_places(w0, base[0]), quarter_places(w1, base[1]));
     const __m512i sign = _mm512_srli_epi16(_mm512_packs_epi16(w0, w1), 4);
-    const __m512i q = _mm512_ternarylogic_epi32(
+    return (VB)_mm512_ternarylogic_epi32(
         _mm512_permutexvar_epi8(place, _mm512_load_si512(QUARTER_PLACES.code)), sign, bytes_of(8), 0xf8);
-    // Packing took turns by 8.
-    return (VB)_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), q);
 }
 // Blocks of zeros, whose factors are extreme, have the same codes with any factor.
 INLINE VF useful_factor(VI amax, VF encode) { return amax == all(0) ? all(1.0f) : encode; }
+
+// ---- E2M1 of products, by quarters
+// Whether four times these factors serve quarters_group. Signed: zeros keep their signs, as in MX, whose
+// factors leave no value beyond 8.
+template <class D, bool Signed>
+INLINE bool fits_quarters(VI amax, VF encode) {
+    if (Signed) return !any((VI)(encode > all(0x1p120f)));
+    // Below it a product could underflow to -0, whose sign is dropped, where four times it would not.
+    const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);
+    return !any(
+        ~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f))));
+}
+// GROUP elements of which none is far beyond the grid, in the order of packed_bytes(). f: four times the
+// factors.
+template <class D, bool Signed>
+INLINE VB quarters_group(const typename D::T* x, const VF f[4]) {
+    static_assert(!Signed || !D::pairs,
+                  "a dword that saturates keeps its sign, the lower of a pair does not");
+    VI v[4], c[4];
+    D::group(x, v);
+    for (int j = 0; j < 4; j++) c[j] = e2m1_index<true>((VF)v[j] * f[j]);
+    const __m512i index = packed_bytes<D::pairs>(c);
+    return Signed ? e2m1_codes(index, packed_bytes<D::pairs>(v)) : e2m1_codes(index);
+}
 
 // ---- stochastic rounding of NVFP4
 // The grid of
@@ -216,9 +260,9 @@ INLINE void stochastic_strip(const typename D::T* x, VF encode, const u8* random
             const int at = (g + h) * GROUP;
             const __m512i a = stochastic_codes<D>(x + at, of(g + h, 0), of(g + h, 1), random + at);
             const __m512i b = stochastic_codes<D>(x + at + 32, of(g + h, 2), of(g + h, 3), random + at + 32);
-            codes[h] = _mm512_permutex2var_epi8(a, _mm512_load_si512(BYTES.odd), b);
+            codes[h] = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
         }
-        store(out + g * GROUP / 2, nibbles_of((VB)codes[0], (VB)codes[1]));
+        store(out + g * GROUP / 2, nibbles_of<true>((VB)codes[0], (VB)codes[1]));
     }
 }
 // The high halves of 32 dwords.

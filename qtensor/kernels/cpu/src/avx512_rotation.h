@@ -213,7 +213,7 @@ INLINE void encode_lanes(const VF s[NV], VF f, u8* out) {
         for (int j = 2; j >= 0; j--)
             w = _mm512_ternarylogic_epi32(_mm512_slli_epi32(w, 8),
                                           (__m512i)e2m1_index<true>(s[4 * g + j] * f), low, 0xf8);
-        pairs[g] = _mm512_maddubs_epi16((__m512i)e2m1_codes((VB)w), _mm512_set1_epi16(0x1001));
+        pairs[g] = _mm512_maddubs_epi16((__m512i)e2m1_codes(w), _mm512_set1_epi16(0x1001));
     }
     const __m512i a = _mm512_packus_epi16(pairs[0], pairs[1]), b = _mm512_packus_epi16(pairs[2], pairs[3]);
     for (int h = 0; h < 2; h++)

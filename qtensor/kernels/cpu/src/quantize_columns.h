@@ -153,7 +153,7 @@ struct ColumnQuantizer {
     void encode(const Columns<T>& m, int groups, bool stream, bool finite) {
         if (!finite) return encode_rows<SAFE, Joined>(m, groups, stream);
 #if QT_ISA == 512
-        if constexpr (nv) {
+        if constexpr (nv || (quarters && !D::pairs)) {
             if (use_quarters(groups)) return encode_rows<QUARTERS, Joined>(m, groups, stream);
         } else if constexpr (D::id == BF16) {
             if ((p.scale == SCALE_E8M0 || p.pow2) && use_pow2(groups))
@@ -167,7 +167,7 @@ struct ColumnQuantizer {
         bool small = true;
         for (int j = 0; j < 4 * groups; j++) {
             factor[j] = useful_factor(amax[j], factor[j]);
-            small &= fits_quarters<D>(amax[j], factor[j]);
+            small &= fits_quarters<D, !nv>(amax[j], factor[j]);
         }
         for (int j = 0; small && j < 4 * groups; j++) factor[j] = factor[j] * all(4.0f);
         return small;
@@ -197,9 +197,18 @@ struct ColumnQuantizer {
 #if QT_ISA == 512
         if constexpr (way == POW2 && quarters) return e2m1_group(x, q.base[g]);
         if constexpr (way == POW2 && !quarters) return pow2_group<E>(x, q.base[g][0]);
-        if constexpr (way == QUARTERS) return quarters_group<D>(x, q.factor + 4 * g);
+        if constexpr (way == QUARTERS) return quarters_group<D, !nv>(x, q.factor + 4 * g);
 #endif
         return encode_group<D, E, way == SAFE, nv>(x, q.factor + 4 * g);
+    }
+
+    // What codes_of() has left for all joined codes at once.
+    template <Way way>
+    INLINE VB ordered(VB codes) {
+#if QT_ISA == 512
+        if constexpr (way == QUARTERS || (way == POW2 && quarters)) return in_order<D::pairs>(codes);
+#endif
+        return codes;
     }
 
     template <Way way, int Joined>
@@ -219,9 +228,9 @@ struct ColumnQuantizer {
                     c[k] = r + k < m.rows ? codes_of<way>(*this, x + k * m.stride + g * GROUP, g) : VB{};
                 u8* to = out + g * GROUP;
                 if constexpr (Joined == 1) {
-                    store_bytes(to, c[0], stream);
+                    store_bytes(to, ordered<way>(c[0]), stream);
                 } else if constexpr (Joined == 2) {
-                    store_bytes(to, c[0] | c[1] << 4, stream);
+                    store_bytes(to, ordered<way>(c[0] | c[1] << 4), stream);
                 } else {
                     store_bytes(to, c[0] | c[1] << 6, stream);
                     store_bytes(to + m.out_stride, c[1] >> 2 | c[2] << 4, stream);

@@ -134,7 +134,7 @@ struct RotatedColumns {
         if (!rotated_rows<D>(v, d.rotation, s, top)) return false;
         const BlockFactors f = factors_of<E>(top, d, global);
         const VF encode = useful_factor(top, f.encode);
-        if (!fits_quarters<D>(top, encode)) return false;
+        if (!fits_quarters<D, false>(top, encode)) return false;
         alignas(64) u8 packed[W * NV / 2];
         encode_lanes<false>(s, encode * all(4.0f * AFTER<D>), packed);
         put_lane(*this, b, g, packed);

@@ -89,7 +89,7 @@ INLINE VB encode_group(const typename D::T* x, const VF f[4]) {
 #if QT_ISA == 512
     if constexpr (E::width == 4 && Unsigned && !Safe) {
         for (int j = 0; j < 4; j++) c[j] = e2m1_index<false>((VF)v[j] * f[j]);
-        return e2m1_codes(pack_bytes<D::pairs>(c));
+        return in_order<D::pairs>(e2m1_codes(packed_bytes<D::pairs>(c)));
     }
 #endif
     for (int j = 0; j < 4; j++) c[j] = encode<E, Safe, Unsigned>((VF)v[j] * f[j]);
@@ -109,38 +109,28 @@ INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, 
 }
 
 #if QT_ISA == 512
-// Whether four times these factors serve quarters_group.
-template <class D>
-INLINE bool fits_quarters(VI amax, VF encode) {
-    // Below it a product could underflow to -0, whose sign is dropped, where four times it would not.
-    const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);
-    return !any(
-        ~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f))));
-}
-// GROUP elements of NVFP4 of which none is far beyond the grid. f: four times the factors, since the table
-// counts quarters.
-template <class D>
-INLINE VB quarters_group(const typename D::T* x, const VF f[4]) {
-    VI v[4];
-    D::group(x, v);
-    for (int j = 0; j < 4; j++) v[j] = e2m1_index<true>((VF)v[j] * f[j]);
-    return e2m1_codes(pack_bytes<D::pairs>(v));
-}
+// 4-bit codes of W blocks, but for MX of bfloat16.
 template <class D, class E, int B, int Codes>
 INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bool stream) {
-    if constexpr (B == NV) {
-        if (!fits_quarters<D>(amax, encode)) return false;
-        const __m512 factors = (__m512)(encode * all(4.0f));
+    if constexpr (E::width == 4 && (B == NV || !D::pairs)) {
+        if (!fits_quarters<D, B == MX>(amax, encode)) return false;
+        const VF factors = encode * all(4.0f);
+        alignas(64) float in_memory[W];
+        store(in_memory, factors);
         for (int at = 0; at < W * B; at += 2 * GROUP) {
             VB codes[2];
             for (int h = 0; h < 2; h++) {
+                const int g = at / GROUP + h;
                 VF f[4];
                 for (int j = 0; j < 4; j++)
-                    f[j] = (VF)_mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[at / GROUP + h][j]),
-                                                     factors);
-                codes[h] = quarters_group<D>(x + at + h * GROUP, f);
+                    if constexpr (D::pairs)
+                        f[j] = (VF)_mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[g][j / 2 * 2]),
+                                                         (__m512)factors);
+                    else
+                        f[j] = all(in_memory[(g * GROUP + j * W) / B]);
+                codes[h] = quarters_group<D, B == MX>(x + g * GROUP, f);
             }
-            store_bytes(out + at / Codes, nibbles_of(codes[0], codes[1]), stream);
+            store_bytes(out + at / Codes, nibbles_of<D::pairs>(codes[0], codes[1]), stream);
         }
         return true;
     }
@@ -154,6 +144,21 @@ INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream,
     if constexpr (D::id == BF16 && B >= 2 * W) {
         VI code = all(254) - (VI)((VU)encode >> 23);
         if (any(code < all(LEAST_CODE<E>))) return false;
+        if constexpr (Codes == 2) {
+            alignas(64) VI base[1] = {(code + all(LEAST_PLACE)) * all(0x01000100)};
+            const i32* of_block = (const i32*)base;
+            for (int at = 0; at < W * B; at += 2 * GROUP) {
+                VB codes[2];
+                for (int h = 0; h < 2; h++) {
+                    const int block = at / B + 2 * h;
+                    const __m512i bases[2] = {_mm512_set1_epi32(of_block[block]),
+                                              _mm512_set1_epi32(of_block[block + 1])};
+                    codes[h] = e2m1_group(x + at + h * GROUP, bases);
+                }
+                store_bytes(out + at / Codes, nibbles_of<true>(codes[0], codes[1]), stream);
+            }
+            return true;
+        }
         const __m512i bases =
             _mm512_castsi128_si512(_mm512_cvtepi32_epi8((__m512i)(code + all(base_of<E>(0)))));
         for (int at = 0; at < W * B; at += GROUP) {
@@ -371,7 +376,7 @@ struct LineQuantizer {
     INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream, i64 stride = B,
                          i64 out_stride = B) {
 #if QT_ISA == 512
-        const VF f = load<VF>(q.encode[s]);
+        const VF f = useful_factor(q.amax[s], load<VF>(q.encode[s]));
         if (encode_small<D, E, B, Codes>(x, q.amax[s], f, out, stream)) return;
         if ((q.p.scale == SCALE_E8M0 || q.p.pow2) &&
             encode_pow2<D, E, B, Codes>(x, (VI)f, out, stream, stride, out_stride))
@@ -471,7 +476,7 @@ struct LineQuantizer {
             if (!rotated_lanes<D>(x, d.rotation, s, top)) return false;
             const BlockFactors f = factors_of<E>(top, d, global);
             const VF encode = useful_factor(top, f.encode);
-            if (!fits_quarters<D>(top, encode)) return false;
+            if (!fits_quarters<D, false>(top, encode)) return false;
             encode_lanes<D::pairs>(s, encode * all(4.0f * AFTER<D>), out);
             stored = (VI)_mm512_permutexvar_epi32(_mm512_load_si512(LANES<D::pairs>.lane), (__m512i)f.stored);
             return true;
