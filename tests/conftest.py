@@ -24,6 +24,8 @@ from qtensor.library.native_ops import left_to_python
 # Tests, and the processes that they start, wait for the whole library of kernels. Only the tests of
 # its pieces let a process compile it in the background.
 os.environ["QTENSOR_BACKGROUND"] = "0"
+# Products have the bytes that they have on every CPU. Tests of AMX ask for it.
+os.environ.setdefault("QTENSOR_AMX", "0")
 
 FILE_MARKS = re.compile(r"^pytestmark = (\[\n(    .*\n)*\]|.*$)", re.MULTILINE)
 CELLS = pytest.StashKey[list[pytest.Item]]()

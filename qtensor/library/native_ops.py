@@ -53,7 +53,7 @@ _MADE: dict[tuple[Callable[[str], Any], str], Any] = {}
 """Descriptions, twins and plans by the function that makes them and the text."""
 _CPU = torch.device("cpu")
 _FEW_ROWS = 1
-_BITS = {"reference": 2, "integer": 4, "dot_products": 8}
+_BITS = {"reference": 2, "integer": 4, "dot_products": 8, "amx": 16}
 """Bits of `enum Choice` by backend, but for few rows, which another one may follow."""
 
 

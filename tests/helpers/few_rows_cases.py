@@ -69,5 +69,7 @@ def check_tails(fmt: str, options: dict[str, Any]) -> None:
             want = oracle.product(rows[-6:], w)
             for count in (1, 4, 6, MOST_ROWS):
                 out = torch.full((count, 9), torch.nan)
-                assert native.linear_(weight, Rows(rows[-count:]), None, out, few=True)
+                assert native.linear_(
+                    weight, Rows(rows[-count:]), None, out, kernel=native.FEW_ROWS
+                )
                 same_bits(out[-6:], want[-count:])

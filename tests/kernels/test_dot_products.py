@@ -1,8 +1,12 @@
-"""Products by bfloat16 dot products: formats, directions and sizes, the same bytes everywhere."""
+"""Products by bfloat16 dot products: formats, directions and sizes, the same bytes everywhere.
+
+With QTENSOR_AMX=1, on a CPU that has AMX, these are the tests of the backend `amx` (test_amx.py).
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -23,6 +27,10 @@ from qtensor.storage.ops.products import operand_of
 from tests.kernels.test_gemm import assert_product, values
 
 Options = dict[str, Any]
+
+BACKEND, KERNEL = ("dot_products", native.DOTS)
+if os.environ["QTENSOR_AMX"] != "0":
+    BACKEND, KERNEL = ("amx", native.TILES)
 
 FORMATS: list[tuple[str, Options]] = [
     ("fp8", {}),
@@ -53,8 +61,8 @@ formats = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True, scope="module")
 def _served() -> None:
-    if not dot_products.is_available(native.linear_):
-        pytest.skip(reason="the CPU has no bfloat16 dot products (AVX512-BF16)")
+    if not dot_products.is_available(native.linear_, KERNEL):
+        pytest.skip(reason=f"the CPU has no bfloat16 products by {BACKEND}")
 
 
 def matrix(rows: int, cols: int, fmt: str, options: Options, **usage: bool) -> Any:
@@ -70,7 +78,7 @@ def is_served(a: Any, b: Any, layout: str, **options: Any) -> bool:
 
 
 def said(a: Any, b: Any, layout: str, **options: Any) -> str:
-    return dict(qtensor.explain(a, b, layout, **options).reasons)["dot_products"]
+    return dict(qtensor.explain(a, b, layout, **options).reasons)[BACKEND]
 
 
 @pytest.mark.parametrize("direction", USAGES)
@@ -104,7 +112,7 @@ def test_a_plain_operand(fmt: str, options: Options, layout: str, direction: str
 def by_name(a: Any, b: Any, layout: str) -> Tensor | None:
     """The product by dot products; None where no kernel reads codes that lie across a sum."""
     try:
-        return qtensor.gemm(a, b, layout, dtype=torch.float32, backend="dot_products")
+        return qtensor.gemm(a, b, layout, dtype=torch.float32, backend=BACKEND)
     except qtensor.UnsupportedError as error:
         assert "no kernel reads these buffers" in str(error)  # noqa: PT017
         return None

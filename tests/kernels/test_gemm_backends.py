@@ -165,7 +165,7 @@ def test_unknown_backends_and_gradients() -> None:
     a, b = quantize("fp8", (32, 64), False, 0), quantize("fp8", (16, 64), False, 1)
     with pytest.raises(
         QTensorError,
-        match="backend must be auto or one of cutlass, scaled_mm, dequant, integer, "
+        match="backend must be auto or one of cutlass, scaled_mm, dequant, integer, amx, "
         "few_rows, dot_products, tiles, reference; got 'cublas'",
     ):
         qtensor.gemm(a, b, "TN", backend="cublas")

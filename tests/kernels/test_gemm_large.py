@@ -116,8 +116,9 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(
         native,
         "linear_",
-        lambda weight, *rest, few=False: (
-            not few and (taken.append(weight) or linear_(weight, *rest))
+        lambda weight, *rest, kernel=native.DOTS, **options: (
+            kernel == native.DOTS
+            and (taken.append(weight) or linear_(weight, *rest, kernel=kernel, **options))
         ),
     )
     dot_products.is_available(native.linear_)

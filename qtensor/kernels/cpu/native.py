@@ -47,6 +47,8 @@ _PRODUCTS = 4
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")
 _LINEAR = struct.Struct("=19q")
+DOTS, FEW_ROWS, TILES = 0, 1, 2
+"""`enum LinearKernel` of structs.h: what `linear_` multiplies with."""
 _SIDES = {False: 1, True: 2}
 """`enum Side` of structs.h, by whether the data are columnwise."""
 
@@ -328,23 +330,23 @@ def linear_(
     bias: Tensor | None,
     out: Tensor,
     *,
-    few: bool = False,
+    kernel: int = DOTS,
     across: Part | None = None,
 ) -> bool:
     """Compute `out = x @ weight.T * factor + bias`.
 
     Args:
         weight: its `quantizer`, its `buffers` in slot order and its `shape` (N, K), rowwise.
-        rows: the left operand; bfloat16 unless `few`.
+        rows: the left operand; bfloat16 except for `FEW_ROWS`.
         bias: (N,) float32, or None.
         out: (..., N) float32, bfloat16 or float16, contiguous.
-        few: whether the sums have the order that docs/numerics.md states for up to `MOST_ROWS`
-            rows.
+        kernel: `DOTS` (AVX512-BF16), `TILES` (AMX-BF16), or `FEW_ROWS`, whose sums have the order
+            that docs/numerics.md states for up to `MOST_ROWS` rows.
         across: if not None, the shape of the weight is (K, N), and the values are those of this
-            part, which is all of it in one direction. Not with `few`.
+            part, which is all of it in one direction. Not with `FEW_ROWS`.
 
     Returns:
-        False if no kernel computes it: without `few` if the CPU has no bfloat16 dot products.
+        False if no kernel computes it: `DOTS` and `TILES` if the CPU does not have them.
     """
     x, factor = rows
     code, layout = DTYPES.get(out.dtype), buffer_layout(weight.quantizer, torch.Size(weight.shape))
@@ -355,7 +357,7 @@ def linear_(
     if across is not None:
         columns, length = length, columns
     count, stride = x.numel() // length, _row_stride(x, length)
-    if stride is None or not (few or x.dtype is torch.bfloat16):
+    if stride is None or not (kernel == FEW_ROWS or x.dtype is torch.bfloat16):
         return False
     if not _are_linear_operands((count, columns, length), rows, bias, out):
         return False
@@ -382,7 +384,7 @@ def linear_(
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             code,
-            int(few),
+            kernel,
             0 if across is None else _SIDES[columnwise],
         )
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.kernels.products.dequant import Dequant
-from qtensor.kernels.products.dot_products import DotProducts
+from qtensor.kernels.products.dot_products import Amx, DotProducts
 from qtensor.kernels.products.few_rows import FewRows
 from qtensor.kernels.products.integer import IntegerProducts
 from qtensor.kernels.products.problem import (
@@ -128,6 +128,7 @@ TABLE: dict[str, Callable[[Problem], Runner | Missing | str]] = {
     "scaled_mm": _unless_refused(ScaledMM),
     "dequant": _unless_refused(Dequant),
     "integer": _unless_refused(IntegerProducts),
+    "amx": _unless_refused(Amx),
     "few_rows": _unless_refused(FewRows),
     "dot_products": _unless_refused(DotProducts),
     "tiles": _unless_refused(Tiles),
@@ -147,7 +148,7 @@ class GemmChoice:
     """The backends that can compute a problem.
 
     Attributes:
-        runners: the backends that can, the preferred first. The last one is the reference.
+        runners: the backends that can, the preferred first. One of them is the reference.
         refusals: (backend, reason) of each backend that cannot.
         missing: the kernels that are not built, to warn about them; or None.
     """
@@ -185,7 +186,14 @@ def choose(problem: Problem) -> GemmChoice:
             refusals.append((name, made))
         else:
             runners.append(made)
+    runners.sort(key=_place)
     return GemmChoice(tuple(runners), tuple(refusals), missing)
+
+
+def _place(runner: Runner) -> tuple[int, bool]:
+    """Return the place of a runner: that of the table, or behind the backend that it names."""
+    after = runner.after if isinstance(runner, Amx) else None
+    return BACKENDS.index(after or runner.name), after is not None
 
 
 _MOST_CHOICES = 4096

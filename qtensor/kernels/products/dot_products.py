@@ -1,9 +1,10 @@
-"""Products by the bfloat16 dot products of a CPU (AVX512-BF16)."""
+"""Products by the bfloat16 dot products (AVX512-BF16) and tiles (AMX-BF16) of a CPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 
 import torch
@@ -21,12 +22,15 @@ from qtensor.kernels.products.matrix_backend import MatrixBackend, sides_refusal
 from qtensor.kernels.products.problem import GemmSide, Problem
 from qtensor.kernels.products.stacks import batch_refusal, of_each
 from qtensor.kernels.products.tiles import decoded
+from qtensor.kernels.products.weight_rows import few_rows_refusal
 from qtensor.reference.blocks import unswizzle
 
 LEAST_SCALE = 24
 """Least E8M0 code of a factor. Values of blocks with smaller factors could be subnormal in
 bfloat16, and dot products treat subnormal numbers as zero.
 """
+FASTER_ROWS = 4
+"""Up to so many rows, `few_rows` is faster than `amx`."""
 _CHUNK = 1 << 22
 """Bytes of codes that are looked at together."""
 
@@ -40,22 +44,12 @@ class DotProducts(MatrixBackend):
 
     name = "dot_products"
     detail = " in bfloat16"
+    kernel = native.DOTS
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
         """Return why dot products do not serve a problem, or None."""
-        if problem.capability is not None or not problem.device.startswith("cpu"):
-            return "it runs on CPUs"
-        if problem.b.quantizer is None:
-            return "the right operand is not quantized"
-        if problem.batched:
-            reason = batch_refusal(problem)
-            if reason is not None:
-                return reason
-            problem = of_each(problem)
-        if 0 in problem.sizes:
-            return "a product without elements needs no kernel"
-        reason = sides_refusal(problem, functools.partial(_side_refusal, problem))
+        reason = _refusal(problem)
         if reason is not None:
             return reason
         return None if is_available(native.linear_) else "the CPU has no bfloat16 dot products"
@@ -83,10 +77,10 @@ class DotProducts(MatrixBackend):
             lines, bands, is_columnwise = bands, lines, not is_columnwise
         assert lines.quantizer is not None  # noqa: S101 - refusal() has checked it
         has_lines = not is_columnwise or lines.quantizer.spec.transpose_shares_bytes
-        if has_lines and native.linear_(lines, rows, added, out):
+        if has_lines and native.linear_(lines, rows, added, out, kernel=self.kernel):
             return None
         part = Part(columnwise=not is_columnwise)
-        if native.linear_(bands, rows, added, out, across=part):
+        if native.linear_(bands, rows, added, out, kernel=self.kernel, across=part):
             return None
         return "no kernel reads these buffers of the right operand"
 
@@ -102,6 +96,51 @@ class DotProducts(MatrixBackend):
         if self.problem.layout == "NT":
             values = values.t().contiguous()
         return Rows(values, factor)
+
+
+class Amx(DotProducts):
+    """The same by the tiles of AMX, whose sums have an order of their own (docs/numerics.md).
+
+    Attributes:
+        after: the backend that is asked before this one, if not that of the table.
+    """
+
+    name = "amx"
+    kernel = native.TILES
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.after: str | None = None
+        why = ""
+        if os.environ.get("QTENSOR_AMX") == "0":
+            self.after, why = "reference", ": QTENSOR_AMX=0"
+        elif problem.sizes[1] <= FASTER_ROWS and few_rows_refusal(problem) is None:
+            self.after, why = "few_rows", f": few_rows is faster up to {FASTER_ROWS} rows"
+        self.detail = f" in bfloat16{why}"
+
+    @staticmethod
+    def refusal(problem: Problem) -> str | None:
+        """Return why tiles do not serve a problem, or None."""
+        reason = _refusal(problem)
+        if reason is not None:
+            return reason
+        return None if is_available(native.linear_, native.TILES) else "the CPU has no AMX-BF16"
+
+
+def _refusal(problem: Problem) -> str | None:
+    """Return why bfloat16 products with float32 sums do not serve a problem, or None."""
+    if problem.capability is not None or not problem.device.startswith("cpu"):
+        return "it runs on CPUs"
+    if problem.b.quantizer is None:
+        return "the right operand is not quantized"
+    if problem.batched:
+        reason = batch_refusal(problem)
+        if reason is not None:
+            return reason
+        problem = of_each(problem)
+    if 0 in problem.sizes:
+        return "a product without elements needs no kernel"
+    return sides_refusal(problem, functools.partial(_side_refusal, problem))
 
 
 def _side_refusal(problem: Problem, side: GemmSide) -> str | None:
@@ -196,11 +235,11 @@ def _has_codes(quantizer: QuantizerLike, matrix: Operand, wanted: Tensor) -> boo
 
 
 @functools.cache
-def is_available(linear_: Callable[..., bool]) -> bool:
-    """Return whether the CPU and the kernels have dot products, after trying one product."""
+def is_available(linear_: Callable[..., bool], kernel: int = native.DOTS) -> bool:
+    """Return whether the CPU and the kernels have dot products, or tiles: tries one product."""
     buffers = alloc_slots(parse("fp8").slots, (1, 2), torch.device("cpu"))
     weight = Operand(buffers, "fp8", (1, 2))
     for buffer in weight.buffers:
         buffer.zero_()
     x = torch.zeros(1, 2, dtype=torch.bfloat16)
-    return linear_(weight, Rows(x), None, torch.zeros(1, 1, dtype=torch.float32))
+    return linear_(weight, Rows(x), None, torch.zeros(1, 1, dtype=torch.float32), kernel=kernel)

@@ -69,7 +69,7 @@ class FewRows(MatrixBackend):
         if rows is None:
             return "no kernel decodes the left operand"
         added = None if bias is None else bias.float().expand(weight.shape[0]).contiguous()
-        if native.linear_(weight, rows, added, out, few=True):
+        if native.linear_(weight, rows, added, out, kernel=native.FEW_ROWS):
             return None
         return NOT_ADJACENT
 

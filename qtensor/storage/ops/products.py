@@ -51,8 +51,9 @@ def gemm(
         bias: added in float32, broadcastable to the product.
         dtype: dtype of the result; the nominal dtype of ``a`` if None.
         backend: "auto", or the name of a backend, which computes the product or raises:
-            "cutlass", "scaled_mm", "dequant", "integer", "few_rows", "dot_products", "tiles",
-            "reference" (see ``qtensor.explain``). A product with a named backend has no gradient.
+            "cutlass", "scaled_mm", "dequant", "integer", "amx", "few_rows", "dot_products",
+            "tiles", "reference" (see ``qtensor.explain``). A product with a named backend has no
+            gradient.
         fast_accumulation: let FP8 kernels for Hopper keep sums in the narrow accumulators of the
             tensor cores. Such a product has no gradient.
 

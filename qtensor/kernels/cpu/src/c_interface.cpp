@@ -22,7 +22,7 @@ using namespace QT_NAMESPACE;
 #define QT_FUSED
 #endif
 
-constexpr int ABI = 9;
+constexpr int ABI = 10;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
 template <class Arguments>
@@ -73,7 +73,8 @@ static int run_linear(const LinearArguments& a, i64 threads) {
         i32(a.across)};
     const KeepDenormals scope;
     try {
-        return (a.few ? few_rows : linear)(*a.quantizer, call) ? DONE : NO_KERNEL;
+        const auto run = a.kernel == FEW_ROWS ? few_rows : a.kernel == TILES ? linear_by_tiles : linear;
+        return run(*a.quantizer, call) ? DONE : NO_KERNEL;
     } catch (const std::bad_alloc&) {
         return OUT_OF_MEMORY;
     }
@@ -97,7 +98,7 @@ int qt_quantize(const void* packed) {
 #endif
 
 #ifdef QT_LINEAR
-// x @ weight: `few` asks for the order of sums of few rows.
+// x @ weight by a LinearKernel: each has an order of sums of its own.
 int qt_linear(const void* packed) {
     const LinearArguments a = unpack<LinearArguments>(packed);
     return run_linear(a, a.threads);

@@ -14,6 +14,7 @@ bool quantize_as(const CQuantizer& quantizer, const QuantizeCall& call);
 template <class D>
 bool dequantize_as(const CQuantizer& quantizer, const DequantizeCall& call);
 bool linear(const CQuantizer& quantizer, const LinearCall& call);
+bool linear_by_tiles(const CQuantizer& quantizer, const LinearCall& call);
 bool few_rows(const CQuantizer& quantizer, const LinearCall& call);
 bool integer_products(const IntegerArguments& call);
 template <class D>

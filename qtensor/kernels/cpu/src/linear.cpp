@@ -2,29 +2,17 @@
 // decoded to bfloat16 in the cache and packed as panels of pairs along the contraction, which all rows of x
 // multiply. Sums are float32; factors, bias and one rounding follow.
 
-#include <cstring>
-
-#include "avx512_rotation.h"
-#include "calls.h"
-#include "memory.h"
-#include "threads.h"
+#include "linear_tiles.h"
 
 namespace QT_NAMESPACE {
 
 #if QT_ISA == 512
 #define BF16_DOT __attribute__((target("avx512bf16")))
 
-constexpr i64 PANEL = 64;        // columns of the result
-constexpr i64 DEPTH = 4096;      // of the contraction, so that a panel stays in the second cache level
-constexpr int HEIGHT = 6;        // rows of the result whose sums fit in the registers
-constexpr i64 LEAST_ROWS = 32;   // of a thread where rows are shared: each decodes the weight anew
-constexpr i64 STRIP = 8;         // panels whose columns are decoded together, 16 blocks of 32
-constexpr i64 BLOCK_PANELS = 2;  // the panels of the largest block
+constexpr i64 DEPTH = 4096;  // of the contraction, so that a panel stays in the second cache level
+constexpr int HEIGHT = 6;    // rows of the result whose sums fit in the registers
+constexpr i64 STRIP = 8;     // panels whose columns are decoded together, 16 blocks of 32
 constexpr i64 LEAST_BAND = 256, MOST_BAND = 1024;  // rows of a strip, in the second cache level
-
-struct RowRange {
-    i64 first, end;
-};
 
 // sums (R, PANEL) += x (R, length) times the first V vectors of columns of a packed panel of pairs.
 template <int R, int V>
@@ -65,91 +53,16 @@ static void multiply_panel(const LinearCall& c, const RowRange& rows, i64 k, i64
             sums + (m - rows.first) * PANEL, k == 0);
 }
 
-// f(first panel, end, rows) in each thread. Panels are dealt out in whole units. Where they are few, rows are
-// dealt out instead, and each thread decodes all panels.
-template <class F>
-static void share(const LinearCall& c, i64 unit, const F& f) {
-    const i64 panels = (c.n + PANEL - 1) / PANEL, vectors = (c.n + 15) / 16;
-    const i64 units = (panels + unit - 1) / unit, of_the_slowest = (units + c.threads - 1) / c.threads * unit;
-    const bool uneven = smaller(of_the_slowest * (PANEL / 16), vectors) * c.threads * 5 > vectors * 6;
-    if (uneven && c.m >= LEAST_ROWS * c.threads)
-        parallel(c.m, 1, c.threads, [&](i64 a, i64 b) { f(0, panels, RowRange{a, b}); });
-    else
-        parallel(panels, unit, c.threads, [&](i64 a, i64 b) { f(a, b, RowRange{0, c.m}); });
-}
-
-// Decodes rows of the weight to bfloat16, without the factors that follow the sums.
-struct WeightRows {
-    CQuantizer quantizer;
-    DequantizeCall call{};
-    const Array<float> global;
-    const float* factors = nullptr;  // that follow the sums, of the columns of the result; null: 1
-    i64 factor_step = 0;
-    const float one = 1.0f;
-
-    WeightRows(const CQuantizer& p, const LinearCall& c)
-        : quantizer(p), global(c.weight.amax ? p.row_scaled ? c.n : 1 : 0) {
-        call.dtype = BF16, call.threads = 1;
-        call.rows = c.across ? c.k : c.n, call.cols = c.across ? c.n : c.k;
-        Buffers& side = c.across == COLUMNWISE ? call.column : call.row;
-        side = c.weight, side.amax = nullptr;
-        if (p.family == BLOCK) {
-            quantizer.row_scaled = 0;
-            factors = global, factor_step = p.row_scaled;
-            for (i64 i = 0; factors && i < (p.row_scaled ? c.n : 1); i++)
-                global[i] = c.weight.amax[i] / p.global_divisor;
-        } else {
-            quantizer.family = TENSOR, call.scale_inv = &one;
-            factors = c.scale_inv, factor_step = p.family != TENSOR;
-        }
-    }
-    WeightRows(const WeightRows&) = delete;
-
-    // Rows first .. of the stored matrix, their columns left .. .
-    void decode(i64 first, i64 count, i64 left, i64 width, u16* out) const {
-        DequantizeCall part = call;
-        part.first = first, part.count = count, part.left = left, part.width = width, part.y = out;
-        dequantize_as<Bfloat16>(quantizer, part);
-    }
-};
-
-// A row of the result: sums times factors, plus bias, rounded once.
-static void finish(const LinearCall& c, const float* sums, i64 row, i64 column, i64 count,
-                   const float* factors) {
-    alignas(64) float v[PANEL];
-    const float own = c.row_factors ? c.row_factors[row * c.row_factor_step] : 1.0f;
-    const i64 known = (count + W - 1) / W * W;  // of the sums
-    for (i64 i = 0; i < known; i++) v[i] = sums[i] * (own * factors[i]);
-    for (i64 i = 0; c.bias && i < count; i++) v[i] += c.bias[column + i];
-    const i64 at = row * c.n + column;
-    if (c.dtype == F32) {
-        memcpy((float*)c.y + at, v, sizeof(float) * size_t(count));
-        return;
-    }
-    u16 narrow[PANEL];
-    for (i64 i = 0; i < known; i += W) {
-        const VF f = load<VF>(v + i);
-        if (c.dtype == F16)
-            store(narrow + i, to_half(f));
-        else
-            store(narrow + i, _mm512_cvtepi32_epi16((__m512i)((VU)to_bfloat16_bits((VI)f) >> 16)));
-    }
-    memcpy((u16*)c.y + at, narrow, sizeof(u16) * size_t(count));
-}
 static void finish_panel(const LinearCall& c, const WeightRows& weight, const RowRange& rows,
                          const float* sums, i64 column) {
-    const i64 count = smaller(c.n - column, PANEL);
-    float f[PANEL] = {};
-    for (i64 i = 0; i < count; i++)
-        f[i] = weight.factors ? weight.factors[(column + i) * weight.factor_step] : 1.0f;
-    for (i64 m = rows.first; m < rows.end; m++)
-        finish(c, sums + (m - rows.first) * PANEL, m, column, count, f);
+    for (i64 j = 0; j < PANEL && column + j < c.n; j += W)
+        finish(c, weight, rows, sums + j, PANEL, column + j);
 }
 
 // A weight (n, k): each panel is decoded from the rows of its columns, and transposed.
 static void along(const LinearCall& c, const WeightRows& weight) {
     const i64 pairs = (c.k + 1) / 2, length = 2 * pairs;
-    share(c, 1, [&](i64 first, i64 end, const RowRange& m) {
+    share(c, 1, 1, [&](i64 first, i64 end, const RowRange& m) {
         const Array<u16> rows(PANEL * length);
         const Array<u32> packed(PANEL * smaller(pairs, DEPTH / 2));
         const Array<float> sums((m.end - m.first) * PANEL);
@@ -172,31 +85,12 @@ static void along(const LinearCall& c, const WeightRows& weight) {
     });
 }
 
-// Packs `count` columns of rows (depth, ld): each row beside the next one; behind the last one there are
-// zeros.
-static void pack_columns(const u16* rows, i64 ld, i64 depth, i64 count, u32* packed) {
-    alignas(64) u16 order[2][32];
-    for (int i = 0; i < 32; i++) order[0][i] = u16(i / 2 + i % 2 * 32), order[1][i] = u16(order[0][i] + 16);
-    const __m512i low = load<__m512i>(order[0]), high = load<__m512i>(order[1]);
-    const auto mask = [&](i64 first) {
-        return count >= first + 32 ? ~u32(0) : count > first ? (u32(1) << (count - first)) - 1 : 0;
-    };
-    const __mmask32 masks[2] = {mask(0), mask(32)};
-    for (i64 k = 0; k < depth; k += 2, rows += 2 * ld, packed += PANEL)
-        for (int j = 0; j < 2; j++) {
-            const __m512i even = _mm512_maskz_loadu_epi16(masks[j], rows + 32 * j);
-            const __m512i odd = _mm512_maskz_loadu_epi16(k + 1 < depth ? masks[j] : 0, rows + ld + 32 * j);
-            _mm512_storeu_si512(packed + 32 * j, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_storeu_si512(packed + 32 * j + 16, _mm512_permutex2var_epi16(even, high, odd));
-        }
-}
-
 // A weight (k, n): bands of the rows of a strip of panels are decoded, and packed a panel at a time.
 static void across(const LinearCall& c, const WeightRows& weight) {
     // A band has about as many bytes as the sums, which are read and written once a band.
     const i64 height =
         smaller(c.m > LEAST_BAND / 2 ? smaller(2 * c.m, MOST_BAND) / 128 * 128 : LEAST_BAND, c.k);
-    share(c, BLOCK_PANELS, [&](i64 first, i64 end, const RowRange& m) {
+    share(c, BLOCK_PANELS, 1, [&](i64 first, i64 end, const RowRange& m) {
         const i64 rows = m.end - m.first, most = smaller(STRIP, end - first);
         const Array<u16> band(height * most * PANEL);
         const Array<u32> packed(PANEL * ((height + 1) / 2));
@@ -209,7 +103,7 @@ static void across(const LinearCall& c, const WeightRows& weight) {
                 weight.decode(k, depth, left, width, band);
                 for (i64 i = 0; i < panels; i++) {
                     const i64 count = smaller(width - i * PANEL, PANEL);
-                    pack_columns(band + i * PANEL, width, depth, count, packed);
+                    pack_columns(band + i * PANEL, width, depth, depth, count, packed);
                     multiply_panel(c, m, k, depth, packed, count, sums + i * rows * PANEL);
                 }
             }
@@ -231,6 +125,17 @@ bool linear([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearC
 #if QT_ISA == 512
     if (!__builtin_cpu_supports("avx512bf16") || !serves(p, c)) return false;
     (c.across ? across : along)(c, WeightRows(p, c));
+    return true;
+#else
+    return false;
+#endif
+}
+
+bool linear_by_tiles([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearCall& c) {
+#if QT_ISA == 512
+    if (!has_tiles() || !serves(p, c)) return false;
+    const WeightRows weight(p, c);
+    TileProduct(c, weight).run();
     return true;
 #else
     return false;

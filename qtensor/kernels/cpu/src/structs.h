@@ -14,6 +14,7 @@ enum ElementId { E4M3 = 0, E5M2 = 1, E2M3 = 2, E3M2 = 3, E2M1 = 4 };
 enum Family { TENSOR = 0, ROW = 1, COLUMN = 2, BLOCK = 3 };  // what shares a factor
 enum ScaleId { SCALE_F32 = 0, SCALE_E8M0 = 1, SCALE_E4M3 = 2 };
 enum E8M0Mode { RCEIL = 0, FLOOR = 1, CEIL = 2, EVEN = 3 };
+enum LinearKernel { DOTS = 0, FEW_ROWS = 1, TILES = 2 };
 enum Side { NO_SIDE = 0, ROWWISE = 1, COLUMNWISE = 2 };
 
 // The facts of a quantizer.
@@ -165,7 +166,7 @@ struct LinearArguments {
     i64 row_factor_step;
     const float* bias;
     void* y;
-    i64 dtype, few, across;
+    i64 dtype, kernel, across;
 };
 // An operand of a product of integers, as lines along the contraction. Strides count bytes; those of a line's
 // bytes or of lines are 1.

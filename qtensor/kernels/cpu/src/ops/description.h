@@ -76,7 +76,7 @@ struct Problem {
     bool operator==(const Problem& o) const { return memcmp(this, &o, sizeof o) == 0; }
 };
 // Bits of a choice; none: Python computes the product.
-enum Choice { FEW_ROWS = 1, DECODE = 2, INTEGER = 4, DOTS = 8 };
+enum Choice { BY_FEW_ROWS = 1, BY_DECODING = 2, BY_INTEGERS = 4, BY_DOTS = 8, BY_TILES = 16 };
 
 // Return what Python describes, or null if it describes no such text. The result is never freed.
 const Description* quantizer_of(std::string_view text);

@@ -1,8 +1,8 @@
 // Computes products.
 //
-// Python chooses who computes a product (products/choice.py). Here are four of its backends: few rows, codes
-// multiplied as integers, bfloat16 dot products, and both operands decoded to float32 and multiplied by
-// torch's own mm, whose sums have the same order as in Python under every setting of torch.
+// Python chooses who computes a product (products/choice.py). Here are five of its backends: few rows, codes
+// multiplied as integers, bfloat16 dot products and tiles, and both operands decoded to float32 and
+// multiplied by torch's own mm, whose sums have the same order as in Python under every setting of torch.
 #include "products.h"
 
 namespace ops {
@@ -121,7 +121,7 @@ bool multiply_few_rows(const Product& p, Operand& a, const View& weight, void* y
     l.weight = weight.buffers();
     l.scale_inv = weight.at.scale_inv();
     l.bias = p.bias_values(scratch);
-    l.y = y, l.dtype = p.dtype, l.few = 1;
+    l.y = y, l.dtype = p.dtype, l.kernel = FEW_ROWS;
     batch.add(l);
     return true;
 }
@@ -217,7 +217,7 @@ bool multiply_dots(const Product& p, Operand& a, Operand& b, void* y, Batch& bat
     l.quantizer = &view.d->quantizer, l.weight = view.buffers(), l.scale_inv = view.at.scale_inv();
     l.m = p.m, l.k = p.k, l.n = p.n, l.threads = p.threads();
     l.bias = p.bias_values(scratch);
-    l.y = y, l.dtype = p.dtype;
+    l.y = y, l.dtype = p.dtype, l.kernel = p.choice & BY_TILES ? TILES : DOTS;
     batch.add(l);
     return true;
 }
@@ -298,15 +298,15 @@ bool multiply(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scr
         Batch single;
         return multiply(p, a, b, out, y, scratch, &single) && single.run();
     }
-    if (p.choice & INTEGER) return multiply_integers(p, a, b, y, scratch);
-    if (p.choice & FEW_ROWS) {
+    if (p.choice & BY_INTEGERS) return multiply_integers(p, a, b, y, scratch);
+    if (p.choice & BY_FEW_ROWS) {
         View weight;
         const Reach reach = lines_of(b, p.layout, weight);
         if (reach == READABLE) return multiply_few_rows(p, a, weight, y, *batch);
         if (reach == NEITHER) return false;
     }
-    if (p.choice & DOTS) return multiply_dots(p, a, b, y, *batch);
-    return p.choice & DECODE && multiply_decoded(p, a, b, out, y, scratch);
+    if (p.choice & (BY_DOTS | BY_TILES)) return multiply_dots(p, a, b, y, *batch);
+    return p.choice & BY_DECODING && multiply_decoded(p, a, b, out, y, scratch);
 }
 
 // ---- stacks

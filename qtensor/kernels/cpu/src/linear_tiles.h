@@ -1,0 +1,239 @@
+// Products of bfloat16 x and a quantized weight by the tiles of AMX: 16 rows times 16 columns, 32 elements of
+// the contraction at a time, with float32 sums.
+#pragma once
+#include "linear.h"
+#include "transpose.h"
+#if QT_ISA == 512
+#include <cpuid.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
+
+namespace QT_NAMESPACE {
+
+#if QT_ISA == 512
+#define AMX __attribute__((target("amx-tile,amx-bf16")))
+
+constexpr i64 TILE = 16, TILE_DEPTH = 32;  // rows or columns, and elements of the contraction
+constexpr i64 TILE_SUMS = TILE * TILE;
+constexpr i64 GROUP_ROWS = 2 * TILE;  // rows, or columns, whose sums are in registers together
+// A band of the stored matrix is decoded at a time: as many values as fit in the second cache level. The
+// codes of long rows are read faster; they fit beside few groups of x, and few sums.
+constexpr i64 BAND = i64(1) << 18, LONG_ROWS = 4096, SHORT_ROWS = 1024, MOST_ALONG = 4, MOST_ACROSS = 1;
+
+// Whether the CPU has these tiles, and the system gives them to this process.
+static inline bool has_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    static const bool known = [] {
+        u32 a, b, c, d = 0, low, high;
+        constexpr u32 NEEDED = 1 << 22 | 1 << 24;  // AMX-BF16, AMX-TILE
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & NEEDED) != NEEDED) return false;
+        asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+        constexpr u32 STATE = 3 << 17;
+        constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;
+        return (low & STATE) == STATE && syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+    }();
+    return known;
+#else
+    return false;
+#endif
+}
+
+// GCC does not know that instructions of tiles read and write memory.
+INLINE void memory_barrier() { asm volatile("" ::: "memory"); }
+
+// The shapes of all eight tiles of a thread, until the end of the scope.
+struct TileScope {
+    AMX TileScope() {
+        const struct {
+            u8 palette = 1, start = 0, reserved[14] = {};
+            u16 bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } shapes;
+        asm volatile("" ::"r"(&shapes) : "memory");
+        _tile_loadconfig(&shapes);
+    }
+    AMX ~TileScope() { _tile_release(); }
+};
+
+// sums += a (16 R, 32 count) @ b (32 count, 16 V); b is packed: elements of two rows side by side. Strides
+// count elements of a and pairs of b. The four tiles of sums follow each other, two in a row.
+template <int R, int V>
+AMX static void multiply_tiles(const u16* a, i64 lda, const u32* b, i64 ldb, i64 count, float* sums,
+                               bool first) {
+    constexpr i64 LINE = TILE * 4;
+    const i64 from_a = lda * 2, from_b = ldb * 4;
+    memory_barrier();
+    if (first) {
+        _tile_zero(0);
+        if (V > 1) _tile_zero(1);
+        if (R > 1) _tile_zero(2);
+        if (R > 1 && V > 1) _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, LINE);
+        if (V > 1) _tile_loadd(1, sums + TILE_SUMS, LINE);
+        if (R > 1) _tile_loadd(2, sums + 2 * TILE_SUMS, LINE);
+        if (R > 1 && V > 1) _tile_loadd(3, sums + 3 * TILE_SUMS, LINE);
+    }
+    for (i64 i = 0; i < count; i++, a += TILE_DEPTH, b += TILE_DEPTH / 2 * ldb) {
+        _tile_loadd(6, b, from_b);
+        _tile_loadd(4, a, from_a);
+        _tile_dpbf16ps(0, 4, 6);
+        if (R > 1) {
+            _tile_loadd(5, a + TILE * lda, from_a);
+            _tile_dpbf16ps(2, 5, 6);
+        }
+        if (V > 1) {
+            _tile_loadd(7, b + TILE, from_b);
+            _tile_dpbf16ps(1, 4, 7);
+            if (R > 1) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, LINE);
+    if (V > 1) _tile_stored(1, sums + TILE_SUMS, LINE);
+    if (R > 1) _tile_stored(2, sums + 2 * TILE_SUMS, LINE);
+    if (R > 1 && V > 1) _tile_stored(3, sums + 3 * TILE_SUMS, LINE);
+    memory_barrier();
+}
+// The same of the tiles that `rows` and `columns` need.
+static inline void multiply_tiles(i64 rows, i64 columns, const u16* a, i64 lda, const u32* b, i64 ldb,
+                                  i64 count, float* sums, bool first) {
+    const bool tall = rows > TILE, wide = columns > TILE;
+    const auto run = tall   ? wide ? multiply_tiles<2, 2> : multiply_tiles<2, 1>
+                     : wide ? multiply_tiles<1, 2>
+                            : multiply_tiles<1, 1>;
+    run(a, lda, b, ldb, count, sums, first);
+}
+
+static inline i64 round_up(i64 count, i64 unit) { return (count + unit - 1) / unit * unit; }
+
+// Moves rows (count, length) to rows of `width` elements, the last one first: y may be x. Behind the length
+// there are zeros.
+static inline void pad_rows(const u16* x, i64 stride, i64 count, i64 length, i64 width, u16* y) {
+    for (i64 r = count; r-- > 0;) {
+        memmove(y + r * width, x + r * stride, sizeof(u16) * size_t(length));
+        memset(y + r * width + length, 0, sizeof(u16) * size_t(width - length));
+    }
+}
+
+// A product by tiles. Groups of rows of x are packed once. Then a band of the weight at a time is decoded,
+// and multiplied with all groups. The left tiles are those of x, and decoded values are packed as pairs.
+// Decoded rows along the contraction are tiles as they are: they stand on the left if they are more than the
+// rows of x, which then are packed as pairs, and the sums are those of the transposed result.
+struct TileProduct {
+    const LinearCall& c;
+    const WeightRows& weight;
+    const bool x_left;
+    const i64 groups, depth, columns;  // of x; of a band
+    const Array<u16>
+        packed;  // the groups of each band: (GROUP_ROWS, depth), or pairs (depth / 2, GROUP_ROWS)
+
+    TileProduct(const LinearCall& call, const WeightRows& rows)
+        : c(call),
+          weight(rows),
+          x_left(c.across || c.m > c.n),
+          groups((c.m + GROUP_ROWS - 1) / GROUP_ROWS),
+          depth(smaller(c.across ? BAND / row() : row(), round_up(c.k, TILE_DEPTH))),
+          columns(c.across ? row() : BAND / row()),
+          packed(groups * GROUP_ROWS * round_up(c.k, TILE_DEPTH)) {
+        parallel(groups, 1, c.threads, [&](i64 first, i64 end) {
+            const Array<u16> lines(x_left ? 0 : GROUP_ROWS * depth);
+            for (i64 g = first; g < end; g++)
+                for (i64 k = 0; k < c.k; k += depth) pack(g, k, lines);
+        });
+    }
+    i64 row() const {  // of a band
+        return groups > (c.across ? MOST_ACROSS : MOST_ALONG) ? SHORT_ROWS : LONG_ROWS;
+    }
+
+    // Elements of the contraction of the band from k on: those of the weight, and with zeros behind them.
+    i64 length(i64 k) const { return smaller(c.k - k, depth); }
+    i64 padded(i64 k) const { return round_up(length(k), TILE_DEPTH); }
+    u16* group(i64 g, i64 k) const { return packed + GROUP_ROWS * (groups * k + g * padded(k)); }
+
+    void pack(i64 g, i64 k, u16* lines) const {
+        const i64 width = padded(k), rows = smaller(c.m - g * GROUP_ROWS, GROUP_ROWS);
+        const u16* x = (const u16*)c.x + g * GROUP_ROWS * c.stride + k;
+        i64 stride = c.stride;
+        if (x_left || rows < GROUP_ROWS || length(k) < width || stride % 2) {
+            u16* to = x_left ? group(g, k) : lines;
+            pad_rows(x, stride, rows, length(k), width, to);
+            memset(to + rows * width, 0, sizeof(u16) * size_t((GROUP_ROWS - rows) * width));
+            x = to, stride = width;
+        }
+        if (!x_left)
+            transpose_lines<float>((const float*)x, stride / 2, (float*)group(g, k), GROUP_ROWS, GROUP_ROWS,
+                                   width / 2, false);
+    }
+
+    void run() const {
+        share(c, BLOCK_PANELS, GROUP_ROWS, [&](i64 first, i64 end, const RowRange& m) {
+            const i64 begin = m.first / GROUP_ROWS, count = (m.end + GROUP_ROWS - 1) / GROUP_ROWS - begin;
+            const i64 right = smaller(end * PANEL, c.n), wide = smaller(columns, (end - first) * PANEL);
+            const Array<u16> decoded(wide * depth);
+            const Array<u32> pairs(x_left ? wide * depth / 2 : 0);
+            // Where there is one band, the sums of a group are used up at once.
+            const i64 kept = c.k > depth ? GROUP_ROWS : 0;
+            const Array<float> sums(count * wide * kept + 4 * TILE_SUMS);
+            const TileScope scope;
+            for (i64 left = first * PANEL; left < right; left += columns)
+                for (i64 k = 0; k < c.k; k += depth) {
+                    const i64 width = smaller(right - left, columns);
+                    decode(left, width, k, decoded, pairs);
+                    for (i64 i = 0; i < count; i++)
+                        for (i64 j = 0; j < width; j += GROUP_ROWS) {
+                            float* part = sums + (i * wide + j) * kept;
+                            multiply(begin + i, k, j, width, decoded, pairs, part);
+                            if (k + depth >= c.k) finish_group(begin + i, left + j, part);
+                        }
+                }
+        });
+    }
+
+    // Decodes a band: rows along the contraction, and pairs of panels where x is on the left.
+    void decode(i64 left, i64 width, i64 k, u16* decoded, u32* pairs) const {
+        const i64 rows = length(k), high = padded(k);
+        if (c.across)
+            weight.decode(k, rows, left, width, decoded);
+        else
+            weight.decode(left, width, k, rows, decoded);
+        if (!c.across && rows < high) pad_rows(decoded, rows, width, rows, high, decoded);
+        for (i64 i = 0; x_left && i < width; i += PANEL, pairs += PANEL * high / 2)
+            if (c.across)
+                pack_columns(decoded + i, width, rows, high, smaller(width - i, PANEL), pairs);
+            else
+                transpose_lines<float>((const float*)(decoded + i * high), high / 2, (float*)pairs, PANEL,
+                                       PANEL, high / 2, false);
+    }
+
+    // sums += group g times the columns of a band from its column j on.
+    void multiply(i64 g, i64 k, i64 j, i64 width, const u16* decoded, const u32* pairs, float* sums) const {
+        const i64 high = padded(k), rows = c.m - g * GROUP_ROWS, count = high / TILE_DEPTH;
+        const u16* x = group(g, k);
+        if (x_left)
+            multiply_tiles(rows, width - j, x, high, pairs + j / PANEL * PANEL * high / 2 + j % PANEL, PANEL,
+                           count, sums, k == 0);
+        else
+            multiply_tiles(width - j, rows, decoded + j * high, high, (const u32*)x, GROUP_ROWS, count, sums,
+                           k == 0);
+    }
+
+    void finish_group(i64 g, i64 column, const float* sums) const {
+        alignas(64) float turned[TILE_SUMS];
+        for (i64 low = 0; low < 2; low++)
+            for (i64 right = 0; right < 2; right++) {
+                const i64 row = g * GROUP_ROWS + low * TILE, at = column + right * TILE;
+                if (row >= c.m || at >= c.n) continue;
+                const float* tile = sums + (x_left ? 2 * low + right : 2 * right + low) * TILE_SUMS;
+                if (!x_left) {
+                    transpose_lines<float>(tile, TILE, turned, TILE, TILE, TILE, false);
+                    tile = turned;
+                }
+                finish(c, weight, RowRange{row, smaller(row + TILE, c.m)}, tile, TILE, at);
+            }
+    }
+};
+#endif
+
+}  // namespace QT_NAMESPACE
