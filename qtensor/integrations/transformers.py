@@ -38,6 +38,7 @@ from qtensor.checkpoints.activation_factors import (
 )
 from qtensor.checkpoints.buffers import unshared
 from qtensor.checkpoints.containers.shard_files import path_of
+from qtensor.checkpoints.input_transforms import PRE_SCALE, ROTATION
 from qtensor.checkpoints.layouts.qtensor import NOTE, read_label, without_note
 from qtensor.checkpoints.saving import without_quantization, writable
 from qtensor.core.errors import UnsupportedError, check, fail
@@ -340,6 +341,10 @@ def _assemble_stored(
 ) -> None:
     """Put weights together that a file of our layout stores in parts: ``Trainer`` loads it so."""
     state_dict.pop(NOTE, None)
+    for last, buffer in ((ROTATION, "hadamard"), (PRE_SCALE, "scale")):
+        for stored in [name for name in state_dict if name.endswith(f".{last}")]:
+            step = f"{stored.removesuffix(last)}{TRANSFORM}.{buffer}"
+            state_dict[step] = state_dict.pop(stored)
     for name, parameter in model.named_parameters(prefix.removesuffix(".")):
         text = read_label(state_dict[name]) if name in state_dict else None
         if text is not None and _quantized(parameter):

@@ -6,6 +6,7 @@ import pickle
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 import torch_process
 from transformers_models import IDS, dense, load, logits, transformers
@@ -281,6 +282,9 @@ def test_a_rotated_model_with_plain_weights_is_saved(tmp_path):
         assert NOTE in (tmp_path / folder / "config.json").read_text()
         with pytest.raises(qtensor.QTensorError, match="without quantized weights or rotated"):
             load(tmp_path / folder, config=about, quantization_config=QTensorConfig("nvfp4"))
+    # As Trainer loads its best checkpoint.
+    again.load_state_dict(safetensors.torch.load_file(tmp_path / "saved" / "model.safetensors"))
+    assert torch.equal(logits(again), rotated)
     again.dequantize().save_pretrained(tmp_path / "plain")
     plain = load(tmp_path / "plain")
     assert not any("input_transform" in name for name in plain.state_dict())
