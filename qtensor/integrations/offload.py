@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from qtensor import checkpoints
+from qtensor.checkpoints.activation_factors import without_quantizers
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.integrations.experts import ExpertWeights
+from qtensor.modules.input_hook import QUANTIZER, TRANSFORM
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -21,13 +23,18 @@ class StoredWeights(Mapping[str, Tensor]):
         """Open the checkpoint in which ``state`` was saved.
 
         Tied tensors are one object in ``state``; the folder holds each once, under its first name.
+        The few numbers by which layers transform and quantize their inputs stay in memory.
         """
         first: dict[int, str] = {}
         self._stored = {name: first.setdefault(id(t), name) for name, t in state.items()}
         self._swapped = {n: t.swapped for n, t in state.items() if isinstance(t, ExpertWeights)}
+        steps = {TRANSFORM, QUANTIZER}
+        self._kept = {n: t for n, t in state.items() if steps & set(n.split("."))}
         self._checkpoint = checkpoints.open(folder)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._kept:
+            return self._kept[name]
         tensor = self._checkpoint[self._stored[name]]
         if name in self._swapped:
             return ExpertWeights(tensor, self._swapped[name])
@@ -79,7 +86,7 @@ def disk_offload(
     plain = {n: t.stored if isinstance(t, ExpertWeights) else t for n, t in unique.items()}
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
-    checkpoints.save(plain, folder, overwrite=overwrite)
+    checkpoints.save(without_quantizers(plain), folder, overwrite=overwrite)
     weights = StoredWeights(state, os.path.abspath(folder))
     return accelerate.cpu_offload(model, execution_device, state_dict=weights, **options)
 

@@ -313,3 +313,21 @@ def test_disk_offload_of_accelerate_says_what_to_do(make, tmp_path):
         accelerate.disk_offload(make("llama", "nvfp4"), str(tmp_path / "offload"))
     with pytest.raises(qtensor.QTensorError, match="those of the model"):
         disk_offload(make("llama", "nvfp4"), tmp_path / "offload", state_dict={})
+
+
+@pytest.mark.parametrize("step", ["rotated", "calibrated"])
+def test_disk_offload_of_layers_that_change_their_inputs(step, tmp_path):
+    """The folder had other names for rotations, and could not hold factors of inputs."""
+    need("accelerate")
+    x = torch.randn(8, 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 64))
+    if step == "rotated":
+        qtensor.rotate_(model, [x], size=32)
+    qtensor.quantize_(model, "mxfp8")
+    if step == "calibrated":
+        qtensor.calibrate(model, [x], "fp8").apply(model)
+    want = model(x)
+    offloaded = disk_offload(model, tmp_path / "offload", offload_buffers=True)
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    assert torch.equal(offloaded(x), want)
+    assert torch.equal(offloaded(x), want)
