@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -157,6 +159,21 @@ class InputQuantizer(InputStep):
         if self.amax is None or self.amax.is_meta:
             return self.format
         return f"{self.format}, amax={self.amax.item():.4g}"
+
+
+@contextmanager
+def without_input_quantizers(model: nn.Module) -> Iterator[None]:
+    """Let the linear layers of a model take their inputs as they are inside the block."""
+    steps = [m for m in model.modules() if isinstance(m._modules.get(NAME), InputQuantizer)]
+    before = {module: dict(module._modules) for module in steps}
+    for module in steps:
+        del module._modules[NAME]
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            module._modules.clear()
+            module._modules.update(own)
 
 
 def set_input_quantizer(layer: nn.Module, quantizer: InputQuantizer | None) -> None:

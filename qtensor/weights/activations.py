@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from qtensor.api import Format
 from qtensor.core.errors import UnsupportedError, check, fail, is_number
-from qtensor.modules.input_quantizer import InputQuantizer, input_format, is_static
+from qtensor.modules.input_quantizer import (
+    InputQuantizer,
+    input_format,
+    is_static,
+    without_input_quantizers,
+)
 from qtensor.weights.calibrated import CalibratedInput, CalibratedKeysValues, Calibration
 from qtensor.weights.calibration import run_all
 from qtensor.weights.groups import layer_groups
@@ -57,7 +62,8 @@ def calibrate(
 
     The model runs in eval mode and eager code, without gradients, once over the inputs, and a
     second time for ``observer="mse"``. No activation is kept. Its bytes, training flags, hooks and
-    the state of torch's generators are as before, after an error too. Weights may be quantized.
+    the state of torch's generators are as before, after an error too. Weights may be quantized;
+    inputs that are quantized already are measured as they are before that.
 
     Layers of a group share one amax, the largest of the members: query, key and value; gate and up
     projections; and the same layers of all experts of a block. An expert that no token reached has
@@ -115,7 +121,8 @@ def calibrate(
             watch = (see, lambda name, x: None, after)
             run_all(OP, run, layers, batches, watch, "inputs")
 
-    with evaluating(model), torch.no_grad():
+    # Quantized inputs are no larger than the factors that they have already.
+    with evaluating(model), torch.no_grad(), without_input_quantizers(model):
         seen = _Maxima(layers, members, options)
         passing(seen.see, kv)
         amaxes = seen.amaxes()

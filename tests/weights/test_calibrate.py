@@ -245,6 +245,23 @@ def test_apply_remove_save_and_load(tmp_path):
         qtensor.Calibration.load(tmp_path / "other.json")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_inputs_that_are_quantized_are_measured_again(fails):
+    """An amax could not grow: the inputs were cut off at the one that the layer had."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    want = qtensor.calibrate(model, [10 * x], "fp8").inputs
+    qtensor.calibrate(model, [x], "fp8").apply(model)
+    y, state = model(x), list(model.state_dict())
+    if fails:
+        with pytest.raises(qtensor.QTensorError, match="the model must run on each input"):
+            qtensor.calibrate(model, [x[:, 1:]], "fp8")
+    else:
+        assert qtensor.calibrate(model, [10 * x], "fp8").inputs == want
+    assert list(model.state_dict()) == state
+    assert torch.equal(model(x), y)
+
+
 def test_keys_and_values_are_those_of_the_cache():
     caches = pytest.importorskip("qtensor.integrations.caches", reason="needs transformers")
     model = random_model("llama")
