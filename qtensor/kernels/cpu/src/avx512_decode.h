@@ -117,12 +117,12 @@ struct NvOrder {
     }
 };
 static constexpr NvOrder NV_ORDER;
-// 16 blocks whose words `of` gives, with 1 and with 1.5.
-INLINE void nv_strip_of_words(__m512i of, const u8* codes, u16* y, bool stream) {
+// At least the first `lanes` of 16 blocks whose words `of` gives, with 1 and with 1.5.
+INLINE void nv_strip_of_words(__m512i of, const u8* codes, u16* y, int lanes, bool stream) {
     const __m512i apart = _mm512_load_si512(NV_ORDER.apart), magnitude = _mm512_set1_epi16(7),
                   sign = _mm512_set1_epi16(short(0x8000));
 #pragma GCC unroll 4
-    for (int g = 0; g < 4; g++) {
+    for (int g = 0; 4 * g < lanes; g++) {
         __builtin_prefetch(codes + 32 * g + AHEAD);
         // The magnitudes of four blocks.
         const __m512i words =

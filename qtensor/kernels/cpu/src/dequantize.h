@@ -311,7 +311,7 @@ struct LineDecoder {
             if (!out) y = scattered;
             if (!quick(line, block, lanes, codes, y, stream)) {
                 factors(line, block, lanes);
-                strip(codes, y, stream);
+                strip(codes, y, lanes, stream);
             }
             if (!out) scatter(line, block, lanes);
         }
@@ -367,7 +367,7 @@ struct LineDecoder {
         return n >= B || rotated ? bytes : (n + Codes - 1) / Codes * unit_of(Codes);
     }
     void gather(i64 line, i64 block, int lanes) {
-        memset(gathered, 0, sizeof gathered);
+        memset(gathered, 0, size_t(lanes * bytes));
         for (int b = 0; b < lanes; b++) {
             memcpy(gathered + b * bytes, m.codes + line * m.code_stride + block * bytes,
                    size_t(stored(block)));
@@ -410,26 +410,27 @@ struct LineDecoder {
         }
         const __m512i c = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load<__m128i>(stored)));
         if (_mm512_cmpge_epu16_mask(c, _mm512_set1_epi16(0x7f))) return false;
-        nv_strip_of_words(NvTable::of(nv, c, _mm512_maskz_set1_epi16(0xffff0000u, 16)), codes, y, stream);
+        nv_strip_of_words(NvTable::of(nv, c, _mm512_maskz_set1_epi16(0xffff0000u, 16)), codes, y, lanes,
+                          stream);
         return true;
     }
-    INLINE void nv_strip(LineDecoder& q, const u8* codes, T* y, bool stream) {
+    INLINE void nv_strip(LineDecoder& q, const u8* codes, T* y, int lanes, bool stream) {
         if constexpr (D::id != F32) {
             const VF f = load<VF>(q.factor), g = load<VF>(q.global);
-            for (int b = 0; b < W; b += 4) nv_blocks<D>(f, g, b, codes + b * bytes, y + b * B, stream);
+            for (int b = 0; b < lanes; b += 4) nv_blocks<D>(f, g, b, codes + b * bytes, y + b * B, stream);
             return;
         }
         // A block is a vector.
-        for (int b = 0; b < W; b++) {
+        for (int b = 0; b < lanes; b++) {
             const VF v = e2m1_values(codes + b * bytes) * all(q.factor[b]) * all(q.global[b]);
             store_bytes((u8*)(y + b * B), (VB)v, stream);
         }
     }
 #endif
-    INLINE void pow2_strip(VI steps, const u8* codes, T* y, bool stream) {
+    INLINE void pow2_strip(VI steps, const u8* codes, T* y, int lanes, bool stream) {
         alignas(64) i32 pairs[W];
         store(pairs, (steps & all(0xffff)) | steps << 16);
-        for (int at = 0; at < W * B; at += GROUP) {
+        for (int at = 0; at < lanes * B; at += GROUP) {
             look_ahead<GROUP>(codes + at);
             VH w[2];
             words<E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), table<E>(), w);
@@ -439,16 +440,17 @@ struct LineDecoder {
         }
     }
 
-    INLINE void strip_of(LineDecoder& q, const u8* codes, T* y, bool stream) {
+    // At least the first `lanes` blocks of a strip.
+    INLINE void strip_of(LineDecoder& q, const u8* codes, T* y, int lanes, bool stream) {
 #if QT_ISA == 512
-        if constexpr (B == NV) return nv_strip(q, codes, y, stream);
+        if constexpr (B == NV) return nv_strip(q, codes, y, lanes, stream);
 #endif
         const Table<E>& t = table<E>();
         if constexpr (D::id == BF16 && B != NV) {
             const VI f = load<VI>(q.factor);
-            if (fits_exponents<E>(f)) return pow2_strip(exponent_steps(f), codes, y, stream);
+            if (fits_exponents<E>(f)) return pow2_strip(exponent_steps(f), codes, y, lanes, stream);
         }
-        for (int at = 0; at < W * B; at += GROUP) {
+        for (int at = 0; at < lanes * B; at += GROUP) {
             VF v[4];
             decode_group<D, E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), t, v);
             for (int j = 0; j < 4; j++) {
@@ -458,11 +460,11 @@ struct LineDecoder {
             store_group<D>(y + at, v, stream);
         }
     }
-    void strip(const u8* codes, T* y, bool stream) {
+    void strip(const u8* codes, T* y, int lanes, bool stream) {
         if constexpr (B == NV) {
             if (rotated) return rotated_strip(codes, y);
         }
-        strip_of(*this, codes, y, stream);
+        strip_of(*this, codes, y, lanes, stream);
     }
     void rotated_strip(const u8* codes, T* y) {
 #if QT_ISA == 512
