@@ -310,7 +310,7 @@ struct Float8Quantizer {
 
     // Codes that leave only transposed: in tiles so small that reading and writing take turns all the time,
     // and so tall that a page of the transpose, once found, gets several lines.
-    static constexpr i64 TALL = 128, NARROW = 128;
+    static constexpr i64 TALL = 256, NARROW = 64;
     template <class F, class G>
     void tall(i64 first, i64 last, FiniteCheck& check, bool again, const F& factors, const G& encode) const {
         alignas(64) u8 codes[TALL * NARROW];
