@@ -40,7 +40,7 @@ TEXT = (
 KINDS = {
     "linear": "`F.linear(x, q)`",
     "x @ w": "`x @ q` with q (K, N) and blocks along N",
-    "x @ w columnwise": "the same with blocks along K",
+    "x @ w columnwise": "the same with blocks along K, or factors of columns (fp8_rowwise)",
     "both": "`F.linear(xq, q)`, both operands quantized already",
     "batched": "`qtensor.gemm(x, q, 'TN')` of 4 matrices",
     "both batched": "the same of quantized x",
@@ -121,7 +121,9 @@ def operands(kind: str, shape: tuple[int, int], quantizer: Any | None, total: in
     if quantizer is None:
         first, make = dense, dense.clone
     else:
-        if kind.endswith("columnwise"):
+        if kind.endswith("columnwise") and "axis" in quantizer.option_names():
+            quantizer = qtensor.quantizer(quantizer, axis=0)
+        elif kind.endswith("columnwise"):
             quantizer = quantizer.with_usage(rowwise=False, columnwise=True)
         first, make = quantizer(dense), lambda: quantizer(dense)
     count = decode.copies_count(first.nbytes, total) if dense.nbytes > MEBI else 1
