@@ -20,7 +20,9 @@ constexpr i64 TILE_SUMS = TILE * TILE;
 constexpr i64 GROUP_ROWS = 2 * TILE;  // rows, or columns, whose sums are in registers together
 // A band of the stored matrix is decoded at a time: as many values as fit in the second cache level. The
 // codes of long rows are read faster; they fit beside few groups of x, and few sums.
-constexpr i64 BAND = i64(1) << 18, LONG_ROWS = 4096, SHORT_ROWS = 1024, MOST_ALONG = 4, MOST_ACROSS = 1;
+constexpr i64 BAND = i64(1) << 18, LONG_ROWS = 4096;
+constexpr i64 MOST_ALONG = 4, SHORT_ALONG = 1024, MOST_ACROSS = 1, SHORT_ACROSS = 512;
+constexpr i64 PART = 128;  // rows across the sums that are decoded before they are packed
 
 // Whether the CPU has these tiles, and the system gives them to this process.
 static inline bool has_tiles() {
@@ -144,7 +146,8 @@ struct TileProduct {
         });
     }
     i64 row() const {  // of a band
-        return groups > (c.across ? MOST_ACROSS : MOST_ALONG) ? SHORT_ROWS : LONG_ROWS;
+        if (groups <= (c.across ? MOST_ACROSS : MOST_ALONG)) return LONG_ROWS;
+        return c.across ? SHORT_ACROSS : SHORT_ALONG;
     }
 
     // Elements of the contraction of the band from k on: those of the weight, and with zeros behind them.
@@ -171,7 +174,7 @@ struct TileProduct {
         share(c, BLOCK_PANELS, GROUP_ROWS, [&](i64 first, i64 end, const RowRange& m) {
             const i64 begin = m.first / GROUP_ROWS, count = (m.end + GROUP_ROWS - 1) / GROUP_ROWS - begin;
             const i64 right = smaller(end * PANEL, c.n), wide = smaller(columns, (end - first) * PANEL);
-            const Array<u16> decoded(wide * depth);
+            const Array<u16> decoded(wide * (c.across ? smaller(depth, PART) : depth));
             const Array<u32> pairs(x_left ? wide * depth / 2 : 0);
             // Where there is one band, the sums of a group are used up at once.
             const i64 kept = c.k > depth ? GROUP_ROWS : 0;
@@ -191,20 +194,25 @@ struct TileProduct {
         });
     }
 
-    // Decodes a band: rows along the contraction, and pairs of panels where x is on the left.
+    // Decodes a band: rows along the contraction, and as pairs of panels where x is on the left.
     void decode(i64 left, i64 width, i64 k, u16* decoded, u32* pairs) const {
+        const i64 count = length(k), high = padded(k);
+        if (c.across) return decode_across(left, width, k, decoded, pairs);
+        weight.decode(left, width, k, count, decoded);
+        if (count < high) pad_rows(decoded, count, width, count, high, decoded);
+        for (i64 i = 0; x_left && i < width; i += PANEL)
+            transpose_lines<float>((const float*)(decoded + i * high), high / 2,
+                                   (float*)(pairs + i * high / 2), PANEL, PANEL, high / 2, false);
+    }
+    void decode_across(i64 left, i64 width, i64 k, u16* decoded, u32* pairs) const {
         const i64 rows = length(k), high = padded(k);
-        if (c.across)
-            weight.decode(k, rows, left, width, decoded);
-        else
-            weight.decode(left, width, k, rows, decoded);
-        if (!c.across && rows < high) pad_rows(decoded, rows, width, rows, high, decoded);
-        for (i64 i = 0; x_left && i < width; i += PANEL, pairs += PANEL * high / 2)
-            if (c.across)
-                pack_columns(decoded + i, width, rows, high, smaller(width - i, PANEL), pairs);
-            else
-                transpose_lines<float>((const float*)(decoded + i * high), high / 2, (float*)pairs, PANEL,
-                                       PANEL, high / 2, false);
+        for (i64 r = 0; r < rows; r += PART) {
+            const i64 count = smaller(rows - r, PART), filled = r + count < rows ? count : high - r;
+            weight.decode(k + r, count, left, width, decoded);
+            for (i64 i = 0; i < width; i += PANEL)
+                pack_columns(decoded + i, width, count, filled, smaller(width - i, PANEL),
+                             pairs + (i * high + r * PANEL) / 2);
+        }
     }
 
     // sums += group g times the columns of a band from its column j on.
