@@ -15,11 +15,13 @@ import torch
 import qtensor
 from qtensor.kernels.cpu import native, sources
 
-SHOWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_PROC_BIND")
-"""Variables that change the cost of threads."""
+SHOWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_PROC_BIND", "QTENSOR_AMX")
+"""Variables that change the cost of threads, or who multiplies."""
 IDENTITY = ("cpu", "cores", "instructions")
 """What makes two machines the same one."""
 _INSTRUCTIONS = {"avx512": "AVX-512", "avx2": "AVX2", "baseline": "portable C++"}
+_MORE = {"BF16": "avx512_bf16", "AMX": "amx_bf16"}
+"""What CPUs with AVX-512 may have besides, and its name among the capabilities."""
 _UNNAMED = {"r", "tm", "cpu", "processor"}
 """Words of a CPU's name that say nothing."""
 _CORES = Path("/sys/devices/system/cpu")
@@ -42,8 +44,9 @@ def instructions() -> str:
     if isinstance(native.library(), str):
         return "no native kernels"
     isa = sources.choose_isa()
-    dots = isa == "avx512" and sources.capabilities().get("avx512_bf16")
-    return f"{_INSTRUCTIONS[isa]} with BF16" if dots else _INSTRUCTIONS[isa]
+    found = sources.capabilities() if isa == "avx512" else {}
+    more = [name for name, part in _MORE.items() if found.get(part)]
+    return f"{_INSTRUCTIONS[isa]} with {' and '.join(more)}" if more else _INSTRUCTIONS[isa]
 
 
 def last_cache_bytes(folder: Path = _CORES) -> int:

@@ -249,6 +249,8 @@ def test_the_heading_names_the_instructions(monkeypatch):
 
     monkeypatch.setattr(machine.native, "library", object)
     assert named("avx512", {"avx512_bf16": True}) == "AVX-512 with BF16"
+    both = {"avx512_bf16": True, "amx_bf16": True}
+    assert named("avx512", both) == "AVX-512 with BF16 and AMX"
     assert named("avx512", {"avx512_bf16": False}) == "AVX-512"
     assert named("avx2", {"avx512_bf16": True}) == "AVX2", "QTENSOR_CPU_ISA may choose less"
     assert named("baseline", {}) == "portable C++"
