@@ -33,8 +33,10 @@ FORMATS: list[tuple[str, Options]] = [
     ("mxfp4", {"swizzled": True}),
     ("nvfp4", {"row_scaled": True}),
 ]
-SHAPES = ((1, 1, 1), (5, 33, 48), (70, 64, 100), (100, 30, 333), (40, 300, 1100))
-"""(M, N, K) around tiles, groups and bands; in the fourth, x has more rows than the weight."""
+SHAPES = ((1, 1, 1), (5, 33, 48), (70, 64, 100), (100, 30, 333), (40, 300, 1100), (140, 36, 2112))
+"""(M, N, K) around tiles, groups and bands; in three, x has more rows than the weight, and the
+memory of the last one holds tiles.
+"""
 
 formats = pytest.mark.parametrize(
     ("fmt", "options"), FORMATS, ids=["-".join((f, *map(str, o))) for f, o in FORMATS]
@@ -94,6 +96,8 @@ def test_a_row_does_not_depend_on_the_others(k: int) -> None:
     for first, end in ((0, 1), (3, 40), (32, 64), (17, 160), (299, 300)):
         same_bits(by_name(x[first:end], w), whole[first:end])
     same_bits(by_name(x.repeat(1, 2)[:, k:], w), whole)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
+    same_bits(by_name(shifted, w), whole)
 
 
 def test_values_that_are_not_finite() -> None:

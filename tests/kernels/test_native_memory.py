@@ -5,6 +5,9 @@ Attention needs a bounded scratch beside its result, however many tokens the cac
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -116,6 +119,29 @@ def test_appending_copies_no_token_before() -> None:
     cache.crop(TOKENS - 2)
     cache.append(new, new)
     assert peak_mib(lambda: cache.append(new, new)) < SLACK
+
+
+NEW_PAGES = """
+import resource
+import torch
+import qtensor
+
+a, b = (qtensor.quantize(torch.randn(rows, 1536), "mxfp4") for rows in (512, 16))
+for calls in (3, 20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        qtensor.gemm(a, b, "TN")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // calls)
+"""
+
+
+@pytest.mark.nightly(reason="a process of its own, whose system frees each block at once")
+def test_a_call_uses_the_pages_of_the_call_before() -> None:
+    """The decoded left operand alone takes 200 pages, the result 4."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    command = (sys.executable, "-c", NEW_PAGES)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20
 
 
 def test_the_peak_sees_a_copy() -> None:

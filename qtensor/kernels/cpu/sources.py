@@ -207,7 +207,7 @@ def kernel_build_specs(isa: str) -> tuple[BuildSpec, BuildSpec]:
     return build_spec(isa), attention_build_spec(isa)
 
 
-_OF_OPS = ("structs.h", "denormals.h", "attention/calls.h")
+_OF_OPS = ("structs.h", "denormals.h", "memory.h", "attention/calls.h")
 """Headers of the kernels that the ops read."""
 
 

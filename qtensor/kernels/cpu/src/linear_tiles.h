@@ -21,7 +21,7 @@ constexpr i64 GROUP_ROWS = 2 * TILE;  // rows, or columns, whose sums are in reg
 // A band of the stored matrix is decoded at a time: as many values as fit in the second cache level. The
 // codes of long rows are read faster; they fit beside few groups of x, and few sums.
 constexpr i64 BAND = i64(1) << 18, LONG_ROWS = 4096;
-constexpr i64 MOST_ALONG = 4, SHORT_ALONG = 1024, MOST_ACROSS = 1, SHORT_ACROSS = 512;
+constexpr i64 MOST_ALONG = 4, SHORT_ALONG = 2048, MOST_ACROSS = 1, SHORT_ACROSS = 512;
 constexpr i64 PART = 128;  // rows across the sums that are decoded before they are packed
 
 // Whether the CPU has these tiles, and the system gives them to this process.
@@ -119,15 +119,17 @@ static inline void pad_rows(const u16* x, i64 stride, i64 count, i64 length, i64
     }
 }
 
-// A product by tiles. Groups of rows of x are packed once. Then a band of the weight at a time is decoded,
-// and multiplied with all groups. The left tiles are those of x, and decoded values are packed as pairs.
+// A product by tiles. Groups of rows of x are packed once, unless their memory holds tiles already. Then a
+// band of the weight at a time is decoded, and multiplied with all groups. The left tiles are those of x, and
+// decoded values are packed as pairs.
 // Decoded rows along the contraction are tiles as they are: they stand on the left if they are more than the
 // rows of x, which then are packed as pairs, and the sums are those of the transposed result.
 struct TileProduct {
     const LinearCall& c;
     const WeightRows& weight;
     const bool x_left;
-    const i64 groups, depth, columns;  // of x; of a band
+    const i64 groups, in_place;  // of x; those that are not packed come first
+    const i64 depth, columns;    // of a band
     const Array<u16>
         packed;  // the groups of each band: (GROUP_ROWS, depth), or pairs (depth / 2, GROUP_ROWS)
 
@@ -136,14 +138,19 @@ struct TileProduct {
           weight(rows),
           x_left(c.across || c.m > c.n),
           groups((c.m + GROUP_ROWS - 1) / GROUP_ROWS),
+          in_place(x_left && holds_tiles(c) ? c.m / GROUP_ROWS : 0),
           depth(smaller(c.across ? BAND / row() : row(), round_up(c.k, TILE_DEPTH))),
           columns(c.across ? row() : BAND / row()),
-          packed(groups * GROUP_ROWS * round_up(c.k, TILE_DEPTH)) {
-        parallel(groups, 1, c.threads, [&](i64 first, i64 end) {
+          packed((groups - in_place) * GROUP_ROWS * round_up(c.k, TILE_DEPTH)) {
+        parallel(groups - in_place, 1, c.threads, [&](i64 first, i64 end) {
             const Array<u16> lines(x_left ? 0 : GROUP_ROWS * depth);
-            for (i64 g = first; g < end; g++)
+            for (i64 g = in_place + first; g < in_place + end; g++)
                 for (i64 k = 0; k < c.k; k += depth) pack(g, k, lines);
         });
+    }
+    // Whether tiles can be loaded from x: nothing is missing, and no row of a tile lies in two cache lines.
+    static bool holds_tiles(const LinearCall& c) {
+        return c.k % TILE_DEPTH == 0 && c.stride % TILE_DEPTH == 0 && uintptr_t(c.x) % (2 * TILE_DEPTH) == 0;
     }
     i64 row() const {  // of a band
         if (groups <= (c.across ? MOST_ACROSS : MOST_ALONG)) return LONG_ROWS;
@@ -153,11 +160,14 @@ struct TileProduct {
     // Elements of the contraction of the band from k on: those of the weight, and with zeros behind them.
     i64 length(i64 k) const { return smaller(c.k - k, depth); }
     i64 padded(i64 k) const { return round_up(length(k), TILE_DEPTH); }
-    u16* group(i64 g, i64 k) const { return packed + GROUP_ROWS * (groups * k + g * padded(k)); }
+    const u16* x_from(i64 g, i64 k) const { return (const u16*)c.x + g * GROUP_ROWS * c.stride + k; }
+    u16* group(i64 g, i64 k) const {
+        return packed + GROUP_ROWS * ((groups - in_place) * k + (g - in_place) * padded(k));
+    }
 
     void pack(i64 g, i64 k, u16* lines) const {
         const i64 width = padded(k), rows = smaller(c.m - g * GROUP_ROWS, GROUP_ROWS);
-        const u16* x = (const u16*)c.x + g * GROUP_ROWS * c.stride + k;
+        const u16* x = x_from(g, k);
         i64 stride = c.stride;
         if (x_left || rows < GROUP_ROWS || length(k) < width || stride % 2) {
             u16* to = x_left ? group(g, k) : lines;
@@ -174,7 +184,8 @@ struct TileProduct {
         share(c, BLOCK_PANELS, GROUP_ROWS, [&](i64 first, i64 end, const RowRange& m) {
             const i64 begin = m.first / GROUP_ROWS, count = (m.end + GROUP_ROWS - 1) / GROUP_ROWS - begin;
             const i64 right = smaller(end * PANEL, c.n), wide = smaller(columns, (end - first) * PANEL);
-            const Array<u16> decoded(wide * (c.across ? smaller(depth, PART) : depth));
+            const Array<u16> decoded(c.across ? wide * smaller(depth, PART)
+                                              : depth * (x_left ? PANEL : wide));
             const Array<u32> pairs(x_left ? wide * depth / 2 : 0);
             // Where there is one band, the sums of a group are used up at once.
             const i64 kept = c.k > depth ? GROUP_ROWS : 0;
@@ -198,11 +209,15 @@ struct TileProduct {
     void decode(i64 left, i64 width, i64 k, u16* decoded, u32* pairs) const {
         const i64 count = length(k), high = padded(k);
         if (c.across) return decode_across(left, width, k, decoded, pairs);
-        weight.decode(left, width, k, count, decoded);
-        if (count < high) pad_rows(decoded, count, width, count, high, decoded);
-        for (i64 i = 0; x_left && i < width; i += PANEL)
-            transpose_lines<float>((const float*)(decoded + i * high), high / 2,
-                                   (float*)(pairs + i * high / 2), PANEL, PANEL, high / 2, false);
+        const i64 unit = x_left ? PANEL : width;
+        for (i64 i = 0; i < width; i += unit) {
+            const i64 rows = smaller(width - i, unit);
+            weight.decode(left + i, rows, k, count, decoded);
+            if (count < high) pad_rows(decoded, count, rows, count, high, decoded);
+            if (x_left)
+                transpose_lines<float>((const float*)decoded, high / 2, (float*)(pairs + i * high / 2), PANEL,
+                                       PANEL, high / 2, false);
+        }
     }
     void decode_across(i64 left, i64 width, i64 k, u16* decoded, u32* pairs) const {
         const i64 rows = length(k), high = padded(k);
@@ -218,10 +233,11 @@ struct TileProduct {
     // sums += group g times the columns of a band from its column j on.
     void multiply(i64 g, i64 k, i64 j, i64 width, const u16* decoded, const u32* pairs, float* sums) const {
         const i64 high = padded(k), rows = c.m - g * GROUP_ROWS, count = high / TILE_DEPTH;
-        const u16* x = group(g, k);
+        const bool is_packed = g >= in_place;
+        const u16* x = is_packed ? group(g, k) : x_from(g, k);
         if (x_left)
-            multiply_tiles(rows, width - j, x, high, pairs + j / PANEL * PANEL * high / 2 + j % PANEL, PANEL,
-                           count, sums, k == 0);
+            multiply_tiles(rows, width - j, x, is_packed ? high : c.stride,
+                           pairs + j / PANEL * PANEL * high / 2 + j % PANEL, PANEL, count, sums, k == 0);
         else
             multiply_tiles(width - j, rows, decoded + j * high, high, (const u32*)x, GROUP_ROWS, count, sums,
                            k == 0);

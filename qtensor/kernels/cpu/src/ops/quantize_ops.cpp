@@ -5,13 +5,6 @@
 
 namespace ops {
 
-void* Scratch::get(i64 bytes) {
-    constexpr std::align_val_t line{64};
-    pieces_.emplace_back(operator new(size_t(bytes), line),
-                         [](void* piece) { operator delete(piece, line); });
-    return pieces_.back().get();
-}
-
 // ---- buffers
 
 // Gives the buffers that have no address yet memory of `make(shape, dtype)`. Padding is zero.

@@ -1,8 +1,10 @@
 // The steps that the ops consist of: memory for buffers, quantize, decode.
 #pragma once
+#include <list>
 #include <memory>
 #include <vector>
 
+#include "../memory.h"
 #include "description.h"
 
 namespace ops {
@@ -14,10 +16,10 @@ constexpr i64 MOST = 1 << 19;
 
 // Memory until the end of the scope, at multiples of 64 bytes.
 class Scratch {
-    std::vector<std::unique_ptr<void, void (*)(void*)>> pieces_;
+    std::list<Array<u8>> pieces_;
 
 public:
-    void* get(i64 bytes);
+    void* get(i64 bytes) { return pieces_.emplace_back(bytes); }
     float* floats(i64 count) { return (float*)get(count * i64(sizeof(float))); }
 };
 
