@@ -63,7 +63,12 @@ def _gemm_alloc(args: GemmArgs) -> Tensor:
     check_layout(args.layout)
     has_both = bool(a.buffers and b.buffers)
     check(has_both, "gemm", "operands have buffers", "none", "Pass their buffers")
-    return empty(a.buffers[0], output_shape(a.shape, b.shape, args.layout), args.dtype)
+    check_operands(a.quantizer, a.shape, b.quantizer, b.shape, args.layout)
+    shape = output_shape(a.shape, b.shape, args.layout)
+    if args.bias is not None:
+        check_bias(args.bias.shape, shape)
+    check_one_device("gemm", *a.buffers, *b.buffers, args.bias)
+    return empty(a.buffers[0], shape, args.dtype)
 
 
 def check_product(pair: Pair, layout: str, bias: Tensor | None = None) -> None:

@@ -212,6 +212,21 @@ def in_cpp(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
         monkeypatch.setitem(FILLS, op, lambda *_: pytest.fail("the Python kernel"))
 
 
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_blockwise", "mxfp8"])
+def test_a_large_left_operand(fmt: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ decodes it, and turns it, by several threads: the bytes of Python by one."""
+    m, n, k = 1100, 48, 520
+    sizes = (k, m) if layout == "NT" else (m, k), (n, k) if layout == "TN" else (k, n)
+    a, b = (qtensor.quantize(torch.randn(size), fmt, columnwise=True) for size in sizes)
+    with native_ops.left_to_python():
+        want = by_name(a, b, layout)
+    assert want is not None
+    in_cpp(monkeypatch, "gemm")
+    with threads(3):
+        same_bits(qtensor.gemm(a, b, layout, dtype=torch.float32), want)
+
+
 @pytest.mark.parametrize("rows", [5, 70])
 @stacks
 def test_batches(fmt: str, options: Options, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ _PRODUCTS = 4
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")
-_LINEAR = struct.Struct("=19q")
+_LINEAR = struct.Struct("=21q")
 DOTS, FEW_ROWS, TILES = 0, 1, 2
 """`enum LinearKernel` of structs.h: what `linear_` multiplies with."""
 _SIDES = {False: 1, True: 2}
@@ -370,6 +370,8 @@ def linear_(
     status = kernels.handle.qt_linear(
         _LINEAR.pack(
             layout.address,
+            0,  # x is not quantized.
+            0,
             x.data_ptr(),
             DTYPES[x.dtype],
             stride,

@@ -205,7 +205,8 @@ def aten_product(
 ) -> Tensor:
     """Return the product (..., M, N) of operands as an aten op passes them.
 
-    Plain ``a`` times a quantized weight, as ``F.linear`` has it, is an op with fewer arguments.
+    Plain ``a`` times a quantized weight, as ``F.linear`` has it, is an op with fewer arguments. The
+    ops check their operands.
     """
     if isinstance(bias, QuantizedTensorStorage):
         bias = plain(bias)
@@ -218,8 +219,9 @@ def aten_product(
             # The order of the sums is that of the ops into which torch decomposes a linear.
             return gemm_operands(a, cast(Tensor, b).t(), "NN", bias)
         rows = weight
-    is_plain = not isinstance(a, QuantizedTensorStorage) and a.dtype in FLOATING
-    if is_plain:
+    if isinstance(a, QuantizedTensorStorage):
+        return GEMM(*operand_of(a), *weight, layout, a.dtype, bias)
+    if a.dtype in FLOATING:
         k = a.shape[-1]
         if rows is not None and k == rows.shape[1]:
             return WEIGHT_GEMM(a, rows.buffers, rows.canonical, rows.shape[0], bias)

@@ -22,7 +22,7 @@ using namespace QT_NAMESPACE;
 #define QT_FUSED
 #endif
 
-constexpr int ABI = 10;
+constexpr int ABI = 11;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
 template <class Arguments>
@@ -45,9 +45,6 @@ static Arguments unpack(const void* packed) {
     for (i64 i = 0; a.column_global && i < (p.row_scaled ? a.cols : 1); i++)
         a.column_global[i] = a.column.amax[i] / bound;
 }
-[[maybe_unused]] static Buffers buffers_of(const DecodeBuffers& stored) {
-    return {stored.data, stored.scale, stored.amax, nullptr};
-}
 
 // Calls f with the type of a dtype and returns a Status; f returns whether there is a kernel. No exception
 // may reach the C caller.
@@ -67,10 +64,11 @@ static int call_kernel([[maybe_unused]] i64 dtype, const F& f) {
 
 #ifdef QT_LINEAR
 static int run_linear(const LinearArguments& a, i64 threads) {
+    const Buffers weight{a.weight.data, a.weight.scale, a.weight.amax, nullptr};
     const LinearCall call{
-        a.x,          i32(a.x_dtype), a.stride,          a.m,    a.k, a.n,          buffers_of(a.weight),
-        a.scale_inv,  a.row_factors,  a.row_factor_step, a.bias, a.y, i32(a.dtype), i32(threads),
-        i32(a.across)};
+        a.quantized_x, a.turned, a.x,          i32(a.x_dtype), a.stride,      a.m,
+        a.k,           a.n,      weight,       a.scale_inv,    a.row_factors, a.row_factor_step,
+        a.bias,        a.y,      i32(a.dtype), i32(threads),   i32(a.across)};
     const KeepDenormals scope;
     try {
         const auto run = a.kernel == FEW_ROWS ? few_rows : a.kernel == TILES ? linear_by_tiles : linear;
@@ -134,11 +132,8 @@ int qt_integer_products(const void* packed) {
 // Decodes `count` rows from row `first` into y, which holds only these.
 int qt_dequantize(const void* packed) {
     const DequantizeArguments a = unpack<DequantizeArguments>(packed);
-    const DequantizeCall call{
-        a.y,    i32(a.dtype),      i32(a.threads),       a.rows,     a.cols, a.first, a.count, 0,
-        a.cols, buffers_of(a.row), buffers_of(a.column), a.scale_inv};
     return call_kernel(a.dtype,
-                       [&](auto dtype) { return dequantize_as<decltype(dtype)>(*a.quantizer, call); });
+                       [&](auto dtype) { return dequantize_as<decltype(dtype)>(*a.quantizer, call_of(a)); });
 }
 #endif
 

@@ -9,6 +9,12 @@ namespace QT_NAMESPACE {
 struct Float32;
 struct Float16;
 
+inline DequantizeCall call_of(const DequantizeArguments& a) {
+    const auto buffers = [](const DecodeBuffers& b) { return Buffers{b.data, b.scale, b.amax, nullptr}; };
+    return {a.y,    i32(a.dtype),   i32(a.threads),    a.rows,     a.cols, a.first, a.count, 0,
+            a.cols, buffers(a.row), buffers(a.column), a.scale_inv};
+}
+
 template <class D>
 bool quantize_as(const CQuantizer& quantizer, const QuantizeCall& call);
 template <class D>

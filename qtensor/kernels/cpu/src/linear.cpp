@@ -12,6 +12,8 @@ namespace QT_NAMESPACE {
 constexpr i64 DEPTH = 4096;  // of the contraction, so that a panel stays in the second cache level
 constexpr int HEIGHT = 6;    // rows of the result whose sums fit in the registers
 constexpr i64 STRIP = 8;     // panels whose columns are decoded together, 16 blocks of 32
+constexpr i64 ONE_THREAD_PREPARES = 1 << 16;       // elements of x: waking other threads takes longer
+constexpr i64 TURNED_TOGETHER = 32;                // columns of x, a line of memory of bfloat16
 constexpr i64 LEAST_BAND = 256, MOST_BAND = 1024;  // rows of a strip, in the second cache level
 
 // sums (R, PANEL) += x (R, length) times the first V vectors of columns of a packed panel of pairs.
@@ -113,6 +115,32 @@ static void across(const LinearCall& c, const WeightRows& weight) {
     });
 }
 
+// A call whose x is in memory, by rows along the contraction.
+class DecodedCall {
+    const Array<u16> decoded, turned;
+
+public:
+    LinearCall call;
+    bool done = true;
+    explicit DecodedCall(const LinearCall& c)
+        : decoded(c.quantized_x ? c.m * c.k : 0), turned(c.turned ? c.m * c.k : 0), call(c) {
+        const int threads = c.m * c.k > ONE_THREAD_PREPARES ? c.threads : 1;
+        if (c.quantized_x) {
+            DequantizeCall values = call_of(*c.quantized_x);
+            values.y = decoded, values.dtype = BF16, values.threads = threads;
+            done = dequantize_as<Bfloat16>(*c.quantized_x->quantizer, values);
+            call.x = decoded, call.stride = values.cols;
+        }
+        if (!c.turned) return;
+        const auto* lines = (const u16*)call.x;
+        parallel(c.m, TURNED_TOGETHER, threads, [&](i64 first, i64 end) {
+            transpose_lines<u16>(lines + first, call.stride, turned + first * c.k, c.k, c.k, end - first,
+                                 false);
+        });
+        call.x = turned, call.stride = c.k;
+    }
+};
+
 static bool serves(const CQuantizer& p, const LinearCall& c) {
     if (p.rotated == (c.across == COLUMNWISE ? COLUMNWISE : ROWWISE)) return false;
     if (c.across == COLUMNWISE && p.transposed) return false;  // these codes lie along the contraction
@@ -124,8 +152,9 @@ static bool serves(const CQuantizer& p, const LinearCall& c) {
 bool linear([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearCall& c) {
 #if QT_ISA == 512
     if (!__builtin_cpu_supports("avx512bf16") || !serves(p, c)) return false;
-    (c.across ? across : along)(c, WeightRows(p, c));
-    return true;
+    const DecodedCall x(c);
+    if (x.done) (c.across ? across : along)(x.call, WeightRows(p, x.call));
+    return x.done;
 #else
     return false;
 #endif
@@ -134,9 +163,10 @@ bool linear([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearC
 bool linear_by_tiles([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearCall& c) {
 #if QT_ISA == 512
     if (!has_tiles() || !serves(p, c)) return false;
-    const WeightRows weight(p, c);
-    TileProduct(c, weight).run();
-    return true;
+    const DecodedCall x(c);
+    const WeightRows weight(p, x.call);
+    if (x.done) TileProduct(x.call, weight).run();
+    return x.done;
 #else
     return false;
 #endif

@@ -75,8 +75,11 @@ struct QuantizeCall {
     i64 begin, end;  // a band of rows; x + begin * stride is its first element. All rows where end is 0
 };
 
+struct DequantizeArguments;
 // x (m, k) @ weight -> y (m, n), times the factors of the rows of x, plus bias.
 struct LinearCall {
+    const DequantizeArguments* quantized_x;  // what bfloat16 x is decoded from, or null
+    i64 turned;                              // whether x is (k, m); not in few_rows()
     const void* x;
     i32 x_dtype;
     i64 stride;  // of the rows of x, in elements
@@ -159,6 +162,8 @@ struct DequantizeArguments {
 };
 struct LinearArguments {
     const CQuantizer* quantizer;
+    const DequantizeArguments* quantized_x;  // instead of x, without memory of its own
+    i64 turned;
     const void* x;
     i64 x_dtype, stride, m, k, n, threads;
     DecodeBuffers weight;

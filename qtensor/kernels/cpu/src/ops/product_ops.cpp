@@ -15,13 +15,10 @@ bool add_product(Product& p, Operand& a, Operand& b, Tensors& results) {
     return multiply(p, a, b, shape.dim == 2 ? results.last() : nullptr, y, scratch);
 }
 
-// Most elements of a quantized left stack, whose values are in memory at once.
-constexpr i64 MOST_OF_A_STACK = 16 * MOST;
-
 // The products of the matrices of two stacks.
 bool add_products(Product& p, Operand& a, Operand& b, Tensors& results) {
     Stack lefts, rights;
-    if (p.layout != TN || p.bias.handle || (a.d && a.shape.elements() > MOST_OF_A_STACK)) return false;
+    if (p.layout != TN || p.bias.handle) return false;
     if (!lefts.read(a) || !rights.read(b) || lefts.count() != rights.count()) return false;
     Batch batch;
     if (!p.plan(lefts.matrix(0, batch.scratch), rights.matrix(0, batch.scratch))) return false;

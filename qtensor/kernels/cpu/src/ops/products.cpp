@@ -76,15 +76,14 @@ Reach lines_of(const Operand& b, Layout layout, View& view) {
     return reach == READABLE && view.columns() ? ACROSS : reach;
 }
 
-// Decodes a (rows, cols) without the factors of its lines, which follow the sums. Lines are rows, or columns
-// where the direction is that of columnwise data.
-bool decode_lines(Operand& a, Direction direction, i64 dtype, Scratch& scratch, LinearArguments& to,
-                  i64 threads = 1) {
-    if (!a.find(direction)) return false;
-    Description local = *a.d;
-    CQuantizer& q = local.quantizer;
+// How a (rows, cols) is decoded without the factors of its lines, which follow the sums. Lines are rows, or
+// columns where the direction is that of columnwise data. Returns null if the buffers cannot be read.
+DequantizeArguments* read_lines(Operand& a, Direction direction, Scratch& scratch, LinearArguments& to) {
+    if (!a.find(direction)) return nullptr;
+    auto& q = *(CQuantizer*)scratch.get(sizeof(CQuantizer));
+    q = a.d->quantizer;
     Addresses from = a.at;
-    const bool columns = direction == BY_COLUMNS, stored = q.family == BLOCK && local.stores_global;
+    const bool columns = direction == BY_COLUMNS, stored = q.family == BLOCK && a.d->stores_global;
     const i64 m = a.shape.rows(), k = a.shape.cols(), lines = columns ? k : m;
     bool without_scale = false;
     float*& global = (float*&)from.at[stored ? 9 + columns : columns ? 6 : 2];
@@ -101,16 +100,20 @@ bool decode_lines(Operand& a, Direction direction, i64 dtype, Scratch& scratch, 
         q.row_scaled = 0;
         global = &q.global_divisor;
     }
-    void* values = scratch.get(m * k * BYTES[dtype]);
-    to.x = values, to.x_dtype = dtype, to.stride = k;
-    return decode(local, from, direction, m, k, values, dtype, without_scale, threads);
+    auto& read = *(DequantizeArguments*)scratch.get(sizeof(DequantizeArguments));
+    read = decoding_of(*a.d, from, direction, m, k, without_scale);
+    read.quantizer = &q;
+    return &read;
 }
 
 bool multiply_few_rows(const Product& p, Operand& a, const View& weight, void* y, Batch& batch) {
     Scratch& scratch = batch.scratch;
     LinearArguments l{};
     if (a.d) {
-        if (!decode_lines(a, BY_ROWS, FLOAT32, scratch, l)) return false;
+        const DequantizeArguments* quantized = read_lines(a, BY_ROWS, scratch, l);
+        void* values = scratch.floats(p.m * p.k);
+        if (!quantized || !decode(*quantized, values, FLOAT32)) return false;
+        l.x = values, l.x_dtype = FLOAT32, l.stride = p.k;
     } else {
         Rows x;
         if (!x.read(a.plain, scratch)) return false;
@@ -129,7 +132,7 @@ bool multiply_few_rows(const Product& p, Operand& a, const View& weight, void* y
 // ---- integers
 
 // An operand whose buffers are those of a whole tensor, as lines along the contraction.
-bool read_lines(Operand& o, Direction direction, Scratch& scratch, LinesOfCodes& lines) {
+bool read_codes(Operand& o, Direction direction, Scratch& scratch, LinesOfCodes& lines) {
     if (!o.find(direction)) return false;
     const bool columns = o.d->columnwise[direction];
     const i64 count = direction == BY_COLUMNS ? o.shape.cols() : o.shape.rows();
@@ -161,8 +164,8 @@ bool read_lines(Operand& o, Direction direction, Scratch& scratch, LinesOfCodes&
 
 bool multiply_integers(const Product& p, Operand& a, Operand& b, void* y, Scratch& scratch) {
     IntegerArguments call{};
-    if (!read_lines(a, p.layout == NT ? BY_COLUMNS : BY_ROWS, scratch, call.a)) return false;
-    if (!read_lines(b, p.layout == TN ? BY_ROWS : BY_COLUMNS, scratch, call.b)) return false;
+    if (!read_codes(a, p.layout == NT ? BY_COLUMNS : BY_ROWS, scratch, call.a)) return false;
+    if (!read_codes(b, p.layout == TN ? BY_ROWS : BY_COLUMNS, scratch, call.b)) return false;
     call.a_quantizer = &a.d->quantizer, call.b_quantizer = &b.d->quantizer;
     call.m = p.m, call.k = p.k, call.n = p.n, call.threads = p.threads();
     call.bias = p.bias_values(scratch);
@@ -172,28 +175,19 @@ bool multiply_integers(const Product& p, Operand& a, Operand& b, void* y, Scratc
 
 // ---- dot products
 
-// Reads the left operand as bfloat16 rows along the contraction.
+// Reads a left operand that bfloat16 holds.
 bool read_bfloat16(const Product& p, Operand& a, Scratch& scratch, LinearArguments& to) {
+    to.turned = p.layout == NT;
     if (a.d) {
         const Direction direction = p.layout == NT ? BY_COLUMNS : BY_ROWS;
-        const i64 threads = p.m * p.k > ONE_THREAD_DECODES ? p.threads() : 1;
-        if (!decode_lines(a, direction, BFLOAT16, scratch, to, threads)) return false;
-        if (!has_normal_factors(*a.d, direction, a.shape, a.at)) return false;
-    } else {
-        Rows x;
-        if (!x.read(a.plain, scratch)) return false;
-        to.x = x.data, to.x_dtype = x.dtype, to.stride = x.stride;
+        to.quantized_x = read_lines(a, direction, scratch, to);
+        to.x_dtype = BFLOAT16;
+        return to.quantized_x && has_normal_factors(*a.d, direction, a.shape, a.at);
     }
-    if (to.x_dtype != BFLOAT16) return false;
-    if (p.layout != NT) return true;
-    const i64 k = a.shape.rows(), m = a.shape.cols();
-    u16* turned = (u16*)scratch.get(k * m * i64(sizeof(u16)));
-    for (i64 row = 0; row < m; row += 32)
-        for (i64 i = 0; i < k; i++)
-            for (i64 j = row; j < std::min(row + 32, m); j++)
-                turned[j * k + i] = ((const u16*)to.x)[i * to.stride + j];
-    to.x = turned, to.stride = k;
-    return true;
+    Rows x;
+    if (!x.read(a.plain, scratch)) return false;
+    to.x = x.data, to.x_dtype = x.dtype, to.stride = x.stride;
+    return to.x_dtype == BFLOAT16;
 }
 
 bool multiply_dots(const Product& p, Operand& a, Operand& b, void* y, Batch& batch) {
@@ -247,7 +241,8 @@ bool read_values(Operand& o, Direction direction, Scratch& scratch, const float*
     if (known) return true;
     float* values = scratch.floats(o.shape.elements());
     known = values;
-    return decode(*o.d, o.at, direction, o.shape.rows(), o.shape.cols(), values, FLOAT32, o.d->per_tensor);
+    const i64 rows = o.shape.rows(), cols = o.shape.cols();
+    return decode(decoding_of(*o.d, o.at, direction, rows, cols, o.d->per_tensor), values, FLOAT32);
 }
 
 bool multiply_decoded(const Product& p, Operand& a, Operand& b, Handle out, void* y, Scratch& scratch) {
@@ -255,7 +250,7 @@ bool multiply_decoded(const Product& p, Operand& a, Operand& b, Handle out, void
     const Direction left = !both ? OWN : p.layout == NT ? BY_COLUMNS : BY_ROWS;
     const Direction right = !both ? OWN : p.layout == TN ? BY_ROWS : BY_COLUMNS;
     FinishCall f{};
-    if (!p.is_small()) return false;
+    if (!p.is_small() || (a.d && p.m * p.k > MOST)) return false;
     if (!read_values(a, left, scratch, f.a) || !read_values(b, right, scratch, f.b)) return false;
     Tensors views;
     views.add_view(a.values[a.d ? a.d->columnwise[left] : 0], p.m, p.k, p.layout == NT);

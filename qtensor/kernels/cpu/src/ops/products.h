@@ -9,8 +9,6 @@ namespace ops {
 // Up to this many products of elements, and MOST elements of the right operand, one thread computes them
 // (integer_products.py, native.py).
 constexpr i64 ONE_THREAD_PRODUCTS = 1 << 21;
-// Up to this many elements, one thread decodes an operand of a product.
-constexpr i64 ONE_THREAD_DECODES = 1 << 16;
 
 inline i64 all_threads() {
     u32 count;
@@ -46,9 +44,8 @@ struct Operand {
     }
 };
 
-// Returns whether the ops multiply a left operand: plain ones have no largest size.
+// Returns whether the ops multiply a left operand, which has no largest size.
 inline bool serves(const Operand& a) {
-    if (a.d) return serves(a.shape);
     return a.shape.dim > 0 && a.shape.dim <= MAX_LOGICAL_DIM && a.shape.elements() > 0;
 }
 

@@ -209,20 +209,24 @@ bool quantize_in_place(Arguments& call, Tensors&) {
 
 // ---- decode
 
-bool decode(const Description& d, const Addresses& from, Direction direction, i64 rows, i64 cols, void* y,
-            i64 dtype, bool without_scale, i64 threads) {
+DequantizeArguments decoding_of(const Description& d, const Addresses& from, Direction direction, i64 rows,
+                                i64 cols, bool without_scale) {
     static const float one = 1.0f;
     const bool columnwise = d.columnwise[direction];
     DequantizeArguments a{};
     a.quantizer = &d.quantizer;
-    a.y = y;
-    a.dtype = dtype, a.rows = rows, a.cols = cols, a.count = rows, a.threads = threads;
+    a.rows = rows, a.cols = cols, a.count = rows, a.threads = 1;
     const int first = columnwise ? 4 : 0, global = columnwise ? 10 : 9;
     const DecodeBuffers read{(u8*)from.at[first], from.at[first + 1],
                              (float*)from.at[d.stores_global ? global : first + 2]};
     (columnwise ? a.column : a.row) = read;
     a.scale_inv = without_scale ? &one : from.scale_inv();
-    return kernels.dequantize(&a) == 0;
+    return a;
+}
+
+bool decode(DequantizeArguments call, void* y, i64 dtype) {
+    call.y = y, call.dtype = dtype;
+    return kernels.dequantize(&call) == 0;
 }
 
 static const Description* find_coded(Arguments& call, Shape& shape, Addresses& addresses) {
@@ -239,7 +243,8 @@ bool dequantize(Arguments& call, Tensors& results) {
     const i64 dtype = call.dtype(3);
     const Description* d = is_float(dtype) ? find_coded(call, shape, addresses) : nullptr;
     if (!d) return false;
-    return decode(*d, addresses, OWN, shape.rows(), shape.cols(), results.add(shape, dtype), dtype);
+    return decode(decoding_of(*d, addresses, OWN, shape.rows(), shape.cols()), results.add(shape, dtype),
+                  dtype);
 }
 
 bool dequantize_in_place(Arguments& call, Tensors&) {
@@ -250,7 +255,7 @@ bool dequantize_in_place(Arguments& call, Tensors&) {
     const Description* d = find_coded(call, shape, addresses);
     if (!d || !(out.shape == shape)) return false;
     void* y = out.writable();
-    return y && decode(*d, addresses, OWN, shape.rows(), shape.cols(), y, out.dtype);
+    return y && decode(decoding_of(*d, addresses, OWN, shape.rows(), shape.cols()), y, out.dtype);
 }
 
 }  // namespace ops

@@ -70,10 +70,12 @@ struct QuantizeOptions {
 };
 bool quantize_rows(const Description& d, const Rows& x, const Addresses& to, const QuantizeOptions& options);
 
-// Decodes buffers of a tensor (rows, cols) in a direction to a contiguous one. `without_scale`: leaves out
-// the factor that all elements share.
-bool decode(const Description& d, const Addresses& from, Direction direction, i64 rows, i64 cols, void* y,
-            i64 dtype, bool without_scale = false, i64 threads = 1);
+// The arguments that decode buffers of a tensor (rows, cols) in a direction, but for the memory of the
+// result. `without_scale`: leaves out the factor that all elements share.
+DequantizeArguments decoding_of(const Description& d, const Addresses& from, Direction direction, i64 rows,
+                                i64 cols, bool without_scale = false);
+// Decodes to contiguous memory.
+bool decode(DequantizeArguments call, void* y, i64 dtype);
 
 // Returns whether the factors of blocks let no value become a subnormal bfloat16 number (dot_products.py:
 // has_normal_values). Blocks of zeros may have smaller factors; Python looks at their codes.
