@@ -4,7 +4,8 @@ The default tier (`make test`) takes from each test a few cells that together ho
 every axis. The wide tier holds the other cells, and the tests marked ``nightly(reason=...)``.
 `make test-all` runs both tiers. An axis is one `parametrize` mark; each of its rows is a value.
 A mark with more rows than its arguments have values is a product: there, each argument is an axis.
-In the files of ``SHARED`` the formats or recipes are an axis of the file: some test holds each.
+In the folders and files of ``SHARED`` the formats or recipes are an axis of the file: some test
+holds each. Cells under inductor are in the wide tier, except in the files of ``INDUCTOR``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import pytest
@@ -23,8 +25,13 @@ Value = tuple[str, ...]
 SAMPLED = "sampled: other cells hold each of its values"
 """The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
 
-SLOW = {"aot_eager": 1, "compiled": 1, "inductor": 4}
-"""Words in the values of cells that compile -> about how long that takes, in half seconds."""
+UNDER_INDUCTOR = "inductor compiles C++; nightly.INDUCTOR names the files with a cell by day"
+"""The reason of a cell under inductor that the wide tier has, without a mark at the test."""
+
+SLOW = {"aot_eager": 1, "compiled": 1, "gptq": 1, "inductor": 4}
+"""Words in the values of cells that compile or round with compensation -> about how long that
+takes, in half seconds.
+"""
 
 _BYTES = "milliseconds a cell, and each states bytes, values or sizes that users store"
 EVERY_CELL = dict.fromkeys(
@@ -33,11 +40,14 @@ EVERY_CELL = dict.fromkeys(
 )
 """``file`` or ``file::test`` -> why the default tier runs all of its cells."""
 
+FORMATS = ("case", "recipe", "fmt")
+"""Arguments that are formats or recipes in every file."""
 SHARED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("debug", "integrations", "layers", "operations", "weights"), FORMATS),
+    **dict.fromkeys(("compile", "ranks"), (*FORMATS, "name", "options", "bound", "backend")),
     **dict.fromkeys(
         (
             "test_added_to_main_grad.py",
-            "test_collectives.py",
             "test_compiled_autograd_modules.py",
             "test_compiled_linear.py",
             "test_debug_record.py",
@@ -45,48 +55,36 @@ SHARED: dict[str, tuple[str, ...]] = {
             "test_modules_compile.py",
             "test_ops_compile.py",
         ),
-        ("case", "recipe", "name", "options", "forward"),
+        (*FORMATS, "name", "options", "forward"),
     ),
     **dict.fromkeys(
         (
-            "test_compile_autograd.py",
-            "test_compile_boundary.py",
-            "test_compile_bytes.py",
-            "test_compile_dynamic.py",
-            "test_compile_ops.py",
-            "test_grouped_linear_compile.py",
-            "test_multihead_attention.py",
-        ),
-        ("case", "recipe", "name", "options", "backend"),
-    ),
-    **dict.fromkeys(
-        (
-            "test_attention_ranks.py",
             "test_convert_llama.py",
-            "test_dcp.py",
-            "test_dtensor_layers.py",
-            "test_dtensor_ops.py",
-            "test_fsdp.py",
-            "test_fsdp_gather.py",
-            "test_fsdp_quantized.py",
-            "test_ops_parallel.py",
-            "test_parallel_quantized.py",
-            "test_parallel_sequences.py",
-            "test_parallel_styles.py",
+            "test_multihead_attention.py",
             "test_proto.py",
-            "test_tensor_parallel.py",
-            "test_tensor_parallel_blocks.py",
             "test_transformers_caches.py",
             "test_transformers_clients.py",
             "test_transformers_models.py",
             "test_triton_compiles.py",
             "test_weight_workspace.py",
         ),
-        ("case", "recipe", "name", "fmt", "options", "bound", "backend"),
+        (*FORMATS, "name", "options", "bound", "backend"),
     ),
 }
-"""``file`` -> arguments whose values its tests share: in the default tier some test of the file
-holds each value. A cell of these files compiles, or trains on two ranks, for a second or more.
+"""Folder or file (which counts first) -> arguments whose values the tests of a file share: in the
+default tier some test of the file holds each value. Cells there build and train modules, compile,
+or run on two ranks.
+"""
+
+INDUCTOR = (
+    "test_compile_bytes.py",
+    "test_compile_dynamic.py",
+    "test_compile_ops.py",
+    "test_modules_compile.py",
+    "test_ops_compile.py",
+)
+"""Files with cells under inductor in the default tier. Such a cell compiles C++ for three seconds;
+elsewhere, the wide tier has them, and aot_eager traces the same graphs.
 """
 
 THIRDS = (
@@ -104,6 +102,17 @@ THIRDS = (
 """Files of ``SHARED`` whose cells all compile: each holds a third of the formats and recipes."""
 OF_THIRDS = ("case", "recipe")
 """Arguments that are formats and recipes there."""
+
+
+def shared(path: PurePath) -> tuple[str, ...]:
+    """Return the arguments whose values the tests of a file share."""
+    return SHARED.get(path.name, SHARED.get(path.parent.name, ()))
+
+
+def waits_for_inductor(path: PurePath, params: Mapping[str, Any]) -> bool:
+    """Return whether a cell is under inductor, in a file that leaves these to the wide tier."""
+    inductor = any(isinstance(value, str) and value == "inductor" for value in params.values())
+    return inductor and path.name not in INDUCTOR
 
 
 def axes(
@@ -163,7 +172,7 @@ def marks_of(test: pytest.Function, params: Collection[str]) -> list[list[str]]:
 
 
 def slowness(text: str) -> int:
-    """Return how long the value of an argument makes a cell compile, as ``SLOW`` says."""
+    """Return how long the value of an argument keeps a cell busy, as ``SLOW`` says."""
     return sum(time for word, time in SLOW.items() if word in text)
 
 
@@ -172,7 +181,7 @@ def cover(cells: Sequence[Iterable[Value]], held: Collection[Value] = ()) -> lis
 
     Values in ``held`` need no cell: another test holds them.
 
-    Each step takes the cell with the most new values; among equals, the one that compiles least,
+    Each step takes the cell with the most new values; among equals, the quickest one by ``SLOW``,
     then the one whose values have been taken least often, then the first. So the choice depends on
     the cells alone.
     """
@@ -184,7 +193,7 @@ def cover(cells: Sequence[Iterable[Value]], held: Collection[Value] = ()) -> lis
     compiling = [sum(slow[value] for value in cell) for cell in values]
 
     def rank(i: int) -> tuple[int, int, int, int]:
-        return -len(values[i] & missing), compiling[i], sum(taken[v] for v in values[i]), i
+        return -len(values[i] & missing), compiling[i], sum(map(taken.__getitem__, values[i])), i
 
     # A cell's rank never falls, so that the first of the heap is the best if its rank is current.
     heap = [rank(i) for i in range(len(cells))]
@@ -230,23 +239,26 @@ class Sampling:
             return
         if file in EVERY_CELL or f"{file}::{test}" in EVERY_CELL:
             return
+        path = metafunc.definition.path
         asked = [call for call in calls if not any(m.name == "nightly" for m in call.marks)]
         if not asked:
             return
-        rows = [call.params for call in asked]
+        by_day = [call for call in asked if not waits_for_inductor(path, call.params)] or asked
+        rows = [call.params for call in by_day]
         marks = marks_of(metafunc.definition, rows[0])
-        values = axes(rows, marks, test, SHARED.get(file, ()))
+        values = axes(rows, marks, test, shared(path))
         held = self._held.setdefault(file, set())
         kept = cover([[(test,), *own] for own in values], held | of_other_files(file, values))
         held.update(value for index in kept for value in values[index] if not value[0])
-        chosen = {id(asked[index]) for index in kept}
+        chosen = {id(by_day[index]) for index in kept}
         if self.drops:
             calls[:] = [call for call in calls if id(call) in chosen]
             return
-        wide = pytest.mark.nightly(reason=SAMPLED).mark
+        candidates = set(map(id, by_day))
         for call in asked:
             if id(call) not in chosen:
-                call.marks.append(wide)
+                reason = SAMPLED if id(call) in candidates else UNDER_INDUCTOR
+                call.marks.append(pytest.mark.nightly(reason=reason).mark)
 
 
 def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:

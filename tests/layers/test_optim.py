@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from formats import BY_NAME, FORMATS, FormatCase, assert_same_bytes, assert_same_tensor, rand
-from ranks import Ranks
 from torch import Tensor, nn
 
 import qtensor
@@ -437,16 +435,6 @@ def test_random_rounding_follows_steps_that_are_lost_otherwise() -> None:
     noise = 5 * math.sqrt(10 * 0.02 / 3 / int(grad.sum()))
     assert moved[False] == 0
     assert 0.2 - noise < moved[True] < 0.2 + 10 / 3 / 256 + noise
-
-
-def on_a_rank() -> Tensor:
-    """Ranks whose generators differ, and whose gradients are equal, as after DDP's reduction."""
-    return run_seeded(dist.get_rank(), range(3))[0]
-
-
-def test_ranks_stay_equal(ranks: Ranks) -> None:
-    first, second = ranks.run(on_a_rank)
-    assert_same_tensor(second, first)
 
 
 # ---- bad input -----------------------------------------------------------------------------------

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from formats import assert_same_bytes, assert_same_tensor, rand
-from ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import qtensor
 from qtensor.optim import round_parameters_, seed_rounding_
@@ -162,41 +159,6 @@ def test_a_format_with_an_option_of_its_own_draws_once() -> None:
         results.append([p.detach() for p in parameters])
     assert_same_tensor(results[1][0], results[0][0])
     assert_same_bytes(results[1][1], results[0][1])
-
-
-def on_a_rank() -> Any:
-    """Ranks whose generators differ, and whose gradients are equal, as after DDP's reduction."""
-    return run(5, dist.get_rank(), range(3))[0]
-
-
-def test_ranks_stay_equal(ranks: Ranks) -> None:
-    first, second = ranks.run(on_a_rank)
-    assert_same_tensor(second, first)
-
-
-def sharded() -> None:
-    """Each rank draws for the rows of its shard, from the same seed."""
-    whole = quantized("mxfp8", rand(64, 64))
-    model = nn.Linear(64, 64, bias=False)
-    model.weight = nn.Parameter(whole)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    round_parameters_(optimizer, seed=9)
-    first = model.weight.to_local().detach().clone()
-    model(rand(32, 64, seed=1)).sum().backward()
-    grad = model.weight.grad.to_local().clone()
-    alone = nn.Parameter(first)
-    other = torch.optim.SGD([alone], lr=1.0)
-    round_parameters_(other, seed=9)
-    alone.grad = grad
-    optimizer.step()
-    other.step()
-    for ours, theirs in zip(model.weight.to_local().buffers(), alone.buffers(), strict=True):
-        assert_same_bytes(ours, theirs)
-
-
-def test_sharded_parameters(ranks: Ranks) -> None:
-    ranks.run(sharded)
 
 
 @pytest.mark.parametrize(

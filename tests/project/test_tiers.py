@@ -1,10 +1,12 @@
 """`make test` holds every test and every value of every axis; the wide tier holds the rest."""
 
 from collections import Counter
+from pathlib import PurePosixPath
 from types import SimpleNamespace
 
 import nightly
 import pytest
+import torch
 from native_cases import ISAS
 
 from qtensor.kernels.cpu import sources
@@ -54,13 +56,13 @@ def item(params=None, reason=None):
     return SimpleNamespace(get_closest_marker=lambda name: mark, **spec)
 
 
-def file_of(test):
-    return test.partition("::")[0].rpartition("/")[2]
+def path_of(test):
+    return PurePosixPath(test.partition("::")[0])
 
 
 def test_the_default_tier_holds_every_test_and_every_value(request):
     missing = {
-        name: gaps(cells, nightly.SHARED.get(file_of(name), ()))
+        name: gaps(cells, nightly.shared(path_of(name)))
         for name, cells in nightly.by_test(request.config.stash[CELLS]).items()
     }
     assert {name: what for name, what in missing.items() if what} == {}
@@ -73,10 +75,11 @@ def test_the_files_that_share_values_hold_each(request):
     """
     files = {}
     for name, cells in nightly.by_test(request.config.stash[CELLS]).items():
-        files.setdefault(file_of(name), []).extend(cells)
-    for file in files.keys() & nightly.SHARED.keys():
+        if nightly.shared(path_of(name)):
+            files.setdefault(path_of(name).name, []).extend(cells)
+    for file, cells in files.items():
         shared = nightly.OF_THIRDS if file in nightly.THIRDS else ()
-        assert gaps(files[file], shared) == set(), file
+        assert gaps(cells, shared) == set(), file
     if files.keys() >= set(nightly.THIRDS):  # not where a part of the tests is collected
         assert gaps([cell for file in nightly.THIRDS for cell in files[file]]) == set()
 
@@ -126,6 +129,27 @@ def test_the_marks_of_a_cell(request, letter, digit, square):
     ]
     cells = nightly.by_test(request.config.stash[CELLS])[request.node.nodeid.partition("[")[0]]
     assert len([cell for cell in cells if cell.get_closest_marker("nightly") is None]) == 2
+
+
+def test_a_cell_under_inductor_is_in_the_wide_tier_but_for_some_files():
+    params = {"x": torch.zeros(2), "backend": "inductor"}
+    assert nightly.waits_for_inductor(PurePosixPath("tests/library/test_norm.py"), params)
+    eager = params | {"backend": "aot_eager"}
+    assert not nightly.waits_for_inductor(PurePosixPath("tests/library/test_norm.py"), eager)
+    for file in nightly.INDUCTOR:
+        assert not nightly.waits_for_inductor(PurePosixPath("tests/compile", file), params)
+
+
+def test_the_default_tier_runs_inductor(request):
+    """Files that leave it to the wide tier rely on those of ``INDUCTOR``."""
+    cells = request.config.stash[CELLS]
+    files = {path_of(cell.nodeid).name for cell in cells}
+    found = {
+        path_of(cell.nodeid).name
+        for cell in cells
+        if "inductor" in cell.nodeid and cell.get_closest_marker("nightly") is None
+    }
+    assert found & set(nightly.INDUCTOR) == files & set(nightly.INDUCTOR)
 
 
 def test_of_equal_cells_one_compiles_once():

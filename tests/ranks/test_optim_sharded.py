@@ -1,4 +1,7 @@
-"""The state of sharded parameters as quantized tensors: the bytes of one process."""
+"""The state of sharded parameters as quantized tensors: the bytes of one process.
+
+Parameters that a step rounds at random, sharded and as replicas.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ import torch
 import torch.distributed as dist
 from formats import assert_same_bytes, assert_same_tensor, rand
 from ranks import Ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import qtensor
-from qtensor.optim import quantize_state_
+from qtensor.optim import quantize_state_, round_parameters_
+from tests.layers import test_random_parameters
+from tests.layers.test_optim import run_seeded
 
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {},
@@ -88,6 +93,41 @@ def run_random() -> None:
 
 def test_rounding_at_random(ranks: Ranks) -> None:
     ranks.run(run_random)
+
+
+def run_replicated() -> list[Tensor]:
+    """Ranks whose generators differ, and whose gradients are equal, as after DDP's reduction."""
+    nvfp4 = run_seeded(dist.get_rank(), range(3))[0]
+    return [nvfp4, test_random_parameters.run(5, dist.get_rank(), range(3))[0]]
+
+
+def test_replicas_that_round_at_random_stay_equal(ranks: Ranks) -> None:
+    for first, second in zip(*ranks.run(run_replicated), strict=True):
+        assert_same_tensor(second, first)
+
+
+def run_random_parameters() -> None:
+    """Each rank draws for the rows of its shard, from the same seed."""
+    model = nn.Linear(64, 64, bias=False)
+    model.weight = nn.Parameter(qtensor.quantize(rand(64, 64), "mxfp8", columnwise=True))
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    round_parameters_(optimizer, seed=9)
+    first = model.weight.to_local().detach().clone()
+    model(rand(32, 64, seed=1)).sum().backward()
+    grad = model.weight.grad.to_local().clone()
+    alone = nn.Parameter(first)
+    other = torch.optim.SGD([alone], lr=1.0)
+    round_parameters_(other, seed=9)
+    alone.grad = grad
+    optimizer.step()
+    other.step()
+    for ours, theirs in zip(model.weight.to_local().buffers(), alone.buffers(), strict=True):
+        assert_same_bytes(ours, theirs)
+
+
+def test_sharded_parameters_that_round_at_random(ranks: Ranks) -> None:
+    ranks.run(run_random_parameters)
 
 
 def run_uneven() -> None:
