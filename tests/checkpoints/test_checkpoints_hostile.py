@@ -386,15 +386,19 @@ def test_opening_makes_no_tensors(tmp_path, monkeypatch):
             assert len(checkpoint.table().rows) == len(checkpoint)
 
 
-def test_opening_100_000_tensors_needs_300_mb_at_most(tmp_path):
+@pytest.mark.parametrize(
+    "count",
+    [20_000, pytest.param(100_000, marks=pytest.mark.nightly(reason="a fifth of them is by day"))],
+)
+def test_opening_many_tensors_needs_3_kb_each_at_most(count, tmp_path):
     header = {}
-    for i in range(100_000):
+    for i in range(count):
         name = f"model.layers.{i // 100}.mlp.experts.{i % 100}.up_proj.weight"
         header[name] = entry("BF16", (1, 1), (2 * i, 2 * i + 2))
-    path = raw_file(tmp_path / "model.safetensors", header, bytes(200_000))
+    path = raw_file(tmp_path / "model.safetensors", header, bytes(2 * count))
     run = subprocess.run(
         [sys.executable, "-c", OPENING, path], capture_output=True, text=True, check=True
     )
-    _, megabytes, count = json.loads(run.stdout)
-    assert count == 100_000
-    assert megabytes < 300
+    _, megabytes, found = json.loads(run.stdout)
+    assert found == count
+    assert megabytes < 0.003 * count

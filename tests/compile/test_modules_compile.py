@@ -53,7 +53,17 @@ def test_inference_one_graph_for_all_batch_sizes(module, recipe):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("module", ["linear", "swiglu_mlp", "recomputing_mlp"])
+ANOTHER = pytest.mark.nightly(reason="three seconds a cell; another module is by day")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("linear", marks=ANOTHER),
+        "swiglu_mlp",
+        pytest.param("recomputing_mlp", marks=ANOTHER),
+    ],
+)
 @every_recipe
 def test_inductor_gives_the_bytes_of_eager_code(module, recipe):
     eager, traced = twins(module)

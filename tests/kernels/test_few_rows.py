@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from compile_helpers import backends
 from few_rows_cases import WEIGHTS, check_tails, quantized, same_bits
 from native_cases import DOTS_HERE, ISAS, library_of, loaded, threads
 from torch import Tensor
@@ -114,12 +115,13 @@ def test_a_row_does_not_depend_on_the_others(fmt: str, options: dict[str, Any]):
     same_bits(F.linear(x.float()[5:9], w).bfloat16(), whole[5:9])
 
 
+@backends
 @pytest.mark.parametrize("fmt", ["mxfp4", "fp8_rowwise"])
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_is_eager(fmt: str):
+def test_compiled_is_eager(fmt: str, backend: str):
     torch.manual_seed(3)
     w, bias = quantized(N, K, fmt, {}), torch.randn(N).bfloat16()
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(backend)
     step = torch.compile(F.linear, fullgraph=True, backend=counter)
     for rows in (1, 2, 3, 5):
         x = torch.randn(rows, K).bfloat16()

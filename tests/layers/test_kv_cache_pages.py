@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compile_helpers import backends
 from formats import assert_same_bytes, rand
 from torch._dynamo.utils import counters
 
@@ -69,11 +70,12 @@ def test_sequences_come_go_and_share_pages(text, window):
     assert cache.nbytes == pool(k_format=text).nbytes
 
 
-def test_one_graph_serves_sequences_that_come_and_go():
+@backends
+def test_one_graph_serves_sequences_that_come_and_go(backend):
     cache, eager = pool(), pool()
     torch._dynamo.reset()
     counters.clear()
-    step = torch.compile(lambda q, k, v: cache.update(q, k, v), fullgraph=True)
+    step = torch.compile(lambda q, k, v: cache.update(q, k, v), fullgraph=True, backend=backend)
     for i, pages in enumerate(([[0, 1], [2, 3]], [[0, 1], [5, 4]], [[7, 6], [5, 4]])):
         lengths = torch.tensor([i, 0])
         for each in (cache, eager):

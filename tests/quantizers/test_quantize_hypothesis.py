@@ -21,7 +21,9 @@ import qtensor
 
 EXAMPLES = int(os.environ.get("QTENSOR_HYPOTHESIS_EXAMPLES", "300"))
 """Per format, in the wide tier. Raise it for a long search by hand."""
-WIDE = pytest.mark.nightly(reason="a hundred examples are in the default tier")
+FEW = 40
+"""Per format, in the default tier."""
+WIDE = pytest.mark.nightly(reason="some examples are in the default tier")
 
 exact = settings(
     max_examples=EXAMPLES,
@@ -93,7 +95,7 @@ def options_of(draw: st.DrawFn, case: FormatCase) -> dict[str, Any]:
             return chosen
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(EXAMPLES, marks=WIDE, id="all")])
+@pytest.mark.parametrize("examples", [FEW, pytest.param(EXAMPLES, marks=WIDE, id="all")])
 @formats
 def test_any_tensor_any_options(case: FormatCase, examples: int) -> None:
     ran = 0
