@@ -59,7 +59,7 @@ def test_a_saved_model_runs_with_its_factors(tmp_path, fmt, layout):
     asked = integration.QTensorConfig(activations=True)
     again = load(tmp_path, config=integration.pretrained_config(tmp_path, asked))
     assert torch.equal(again(IDS).logits, logits)
-    if layout != "modelopt":  # its graph is that of the other nvfp4
+    if layout == "qtensor":  # four seconds; the layout of the file does not change the graph
         torch.compiler.reset()  # graphs of other tests count towards the limit of nn.Linear
         compiled = torch.compile(again, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(IDS).logits, logits)

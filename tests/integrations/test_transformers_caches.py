@@ -79,6 +79,7 @@ def test_the_last_tokens_in_bfloat16(name):
     assert 0 < errors[0] < errors[1]
 
 
+@pytest.mark.nightly(reason="six seconds; test_generate_compiles_decoding_itself compiles a step")
 @models
 def test_compiled(name):
     """Two graphs, of the prompt and of a token, serve the whole text."""

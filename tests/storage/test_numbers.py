@@ -8,9 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from formats import USAGES, FormatCase, formats, rand
+from compile_helpers import INDUCTOR_FORMATS
+from formats import FORMATS, USAGES, FormatCase, formats, rand
 
 import qtensor
+
+ALIKE = pytest.mark.nightly(reason="each kind of layout is compiled by day")
 
 
 def product(q: Any, usage: str) -> np.ndarray:
@@ -143,7 +146,13 @@ def test_a_missing_usage() -> None:
         q.codes("rows")
 
 
-@formats
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.name in INDUCTOR_FORMATS else ALIKE)
+        for case in FORMATS
+    ],
+)
 def test_compiled(case: FormatCase) -> None:
     q = case.quantize(rand(64, 128))
 

@@ -22,7 +22,7 @@ import qtensor
 
 FORMATS = list(dict.fromkeys(config.format for config in CONFIGS))
 ON_RANKS = [Config("fp8", "both"), Config("mxfp8", "both"), Config("nvfp4")]
-SHARES = 16
+SHARES = 32
 """The sample runs one of so many shares of the operations on the result of each origin."""
 wide = pytest.mark.nightly(reason="the sample has each origin, each operation and each config")
 
