@@ -292,15 +292,20 @@ struct LineDecoder {
 
     void run(i64 first, i64 end) {
         const bool flat = m.length % B == 0;
+        const i64 filled = m.length / B;  // blocks of a line
         i64 line = first / blocks, block = first % blocks;
         int lanes = 0;
         for (i64 at = first; at < end; at += lanes, block += lanes) {
             for (; block >= blocks; block -= blocks) line++;
-            // Long lines with a partial block are decoded one by one, so that their whole blocks lie
-            // together.
-            const i64 here = flat || blocks < W ? W : blocks - block;
+            // Lines with a partial block are decoded one by one, so that their whole blocks lie together; not
+            // where these are few and small.
+            i64 here = W;
+            if (!flat && B >= GROUP)
+                here = block < filled ? filled - block : 1;
+            else if (!flat && blocks >= W)
+                here = blocks - block;
             lanes = int(smaller(smaller(end - at, W), here));
-            const bool whole = lanes == W && (block + W) * B <= m.length;
+            const bool whole = (lanes == W || B >= GROUP) && block + lanes <= filled;
             const bool in = whole || (lanes == W && flat && m.code_stride == blocks * bytes);
             const bool out = whole || (lanes == W && flat && m.stride == m.length);
             const u8* codes = m.codes + line * m.code_stride + block * bytes;
@@ -352,7 +357,7 @@ struct LineDecoder {
         const bool side_by_side = p.scale != SCALE_F32 && !p.row_scaled && lanes == W && block + W <= blocks;
         if (side_by_side && (s.tiles || s.block_stride == 1) && quick_factors(line, block)) return;
         for (int b = 0; b < W; b++) {
-            factor[b] = b < lanes ? read(line, block) : 0.0f;
+            factor[b] = b < lanes ? read(line, block) : 1.0f;  // which every fast path takes
             if (p.scale == SCALE_E4M3 && p.row_scaled)
                 global[b] = b < lanes ? amax[m.line0 + line] / p.global_divisor : 0.0f;
             if (b + 1 < lanes && ++block == blocks) {
