@@ -77,7 +77,7 @@ def test_the_order_of_the_sums(fmt: str, options: Options) -> None:
 def test_codes_that_lie_across_the_sums(fmt: str, usage: str) -> None:
     """Bands of many rows and of few. Factors of the whole weight are powers of two here."""
     side = {"rowwise": usage == "rowwise", "columnwise": usage == "columnwise"}
-    for m, n, k in ((5, 33, 4200), (200, 600, 300)):
+    for m, n, k in ((5, 33, 4200), (70, 540, 1100)):
         torch.manual_seed(m)
         dense, x = torch.randn(k, n), torch.randn(m, k).bfloat16()
         dense[0, 0] = {"fp8": 448 * 2.0**-6, "nvfp4": 6 * 448 * 2.0**-8}.get(fmt, 1.0)

@@ -139,8 +139,8 @@ struct TileProduct {
           x_left(c.across || c.m > c.n),
           groups((c.m + GROUP_ROWS - 1) / GROUP_ROWS),
           in_place(x_left && holds_tiles(c) ? c.m / GROUP_ROWS : 0),
-          depth(smaller(c.across ? BAND / row() : row(), round_up(c.k, TILE_DEPTH))),
-          columns(c.across ? row() : BAND / row()),
+          depth(smaller(c.across ? band() / row() : row(), round_up(c.k, TILE_DEPTH))),
+          columns(c.across ? row() : band() / row()),
           packed((groups - in_place) * GROUP_ROWS * round_up(c.k, TILE_DEPTH)) {
         parallel(groups - in_place, 1, c.threads, [&](i64 first, i64 end) {
             const Array<u16> lines(x_left ? 0 : GROUP_ROWS * depth);
@@ -152,10 +152,9 @@ struct TileProduct {
     static bool holds_tiles(const LinearCall& c) {
         return c.k % TILE_DEPTH == 0 && c.stride % TILE_DEPTH == 0 && uintptr_t(c.x) % (2 * TILE_DEPTH) == 0;
     }
-    i64 row() const {  // of a band
-        if (groups <= (c.across ? MOST_ACROSS : MOST_ALONG)) return LONG_ROWS;
-        return c.across ? SHORT_ACROSS : SHORT_ALONG;
-    }
+    bool is_long() const { return groups <= (c.across ? MOST_ACROSS : MOST_ALONG); }
+    i64 row() const { return is_long() ? LONG_ROWS : c.across ? SHORT_ACROSS : SHORT_ALONG; }
+    i64 band() const { return c.across && !is_long() ? 2 * BAND : BAND; }
 
     // Elements of the contraction of the band from k on: those of the weight, and with zeros behind them.
     i64 length(i64 k) const { return smaller(c.k - k, depth); }
