@@ -3,10 +3,10 @@
 import builtins
 import io
 import json
+import os
 import re
+import select
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -236,10 +236,17 @@ def test_an_empty_path_is_not_the_current_folder(args, tmp_path, monkeypatch):
     invoke(*args, status=2)
 
 
-def run(command, **options):
-    """Run the program itself, with the output to a file or a pipe."""
-    code = "import sys; from qtensor.cli import main; sys.argv[0] = 'qtensor'; main()"
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, command)], text=True, **options)
+def start(output, *command):
+    """Start the program itself, its output to a device or pipe; a terminal has the errors too."""
+    code = (
+        "import os, sys\n"
+        "output = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_NOCTTY)\n"
+        "os.dup2(output, 1)\n"
+        "if os.isatty(output): os.dup2(output, 2)\n"
+        "from qtensor.cli import main\n"
+        "main()\n"
+    )
+    return torch_process.TorchProcess(code, str(output), *map(str, command), name="qtensor")
 
 
 def test_names_are_whole_in_a_narrow_terminal(monkeypatch):
@@ -253,35 +260,32 @@ def test_names_are_whole_in_a_narrow_terminal(monkeypatch):
 
 
 def test_an_output_that_is_full_is_one_line():
-    with open("/dev/full", "w") as full:
-        process = run(("inspect", NVFP4), stdout=full, stderr=subprocess.PIPE)
-        errors = process.communicate()[1]
-    assert process.returncode == 1
-    assert errors == "error: the output cannot be written: No space left on device\n"
+    done = start("/dev/full", "inspect", NVFP4).finish()
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
 def test_a_pipe_whose_reader_ends_ends_the_program(tmp_path):
     """As ``qtensor inspect --all PATH | head -1``: no traceback, and status 141 in a shell."""
     state = {f"{'long' * 20}.{i}": torch.zeros(1) for i in range(2000)}
     checkpoints.save(state, tmp_path / "many", layout="plain")
-    command = ("inspect", tmp_path / "many", "--all")
-    process = run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert "many" in process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(60) == -signal.SIGPIPE
-    assert process.stderr.read() == ""
-    process.stderr.close()
+    os.mkfifo(tmp_path / "pipe")
+    process = start(tmp_path / "pipe", "inspect", tmp_path / "many", "--all")
+    with (tmp_path / "pipe").open() as pipe:
+        assert "many" in pipe.readline()
+    done = process.finish(60)
+    assert done.returncode == -signal.SIGPIPE
+    assert done.stderr == ""
 
 
 def test_a_bar_shows_the_rate_on_a_terminal(plain, tmp_path):
-    """``script`` gives the command a terminal."""
-    code = "import sys; from qtensor.cli import main; sys.argv[0] = 'qtensor'; main()"
-    command = f'{sys.executable} -c "{code}" convert {plain} {tmp_path / "out"} --format mxfp8'
-    try:
-        done = subprocess.run(
-            ["script", "-qec", command, "/dev/null"], check=True, capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        pytest.skip(reason="the program 'script' is not installed")
-    assert "100%" in done.stdout
-    assert "B/s" in done.stdout
+    terminal, other = os.openpty()
+    process = start(os.ttyname(other), "convert", plain, tmp_path / "out", "--format", "mxfp8")
+    text = b""
+    while not (b"100%" in text and b"B/s" in text) and select.select([terminal], [], [], 60)[0]:
+        text += os.read(terminal, 65536)
+    assert b"100%" in text
+    assert b"B/s" in text
+    assert process.finish(60).returncode == 0
+    os.close(terminal)
+    os.close(other)

@@ -5,7 +5,8 @@ every axis. The wide tier holds the other cells, and the tests marked ``nightly(
 `make test-all` runs both tiers. An axis is one `parametrize` mark; each of its rows is a value.
 A mark with more rows than its arguments have values is a product: there, each argument is an axis.
 In the folders and files of ``SHARED`` the formats or recipes are an axis of the file: some test
-holds each. Cells under inductor are in the wide tier, except in the files of ``INDUCTOR``.
+holds each. Cells under inductor, and compiled cells on two ranks, are in the wide tier, except in
+the files of ``INDUCTOR`` and ``ON_RANKS``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Value = tuple[str, ...]
 SAMPLED = "sampled: other cells hold each of its values"
 """The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
 
-UNDER_INDUCTOR = "inductor compiles C++; nightly.INDUCTOR names the files with a cell by day"
-"""The reason of a cell under inductor that the wide tier has, without a mark at the test."""
+COMPILED = "takes seconds; nightly.INDUCTOR and nightly.ON_RANKS name files with such a cell by day"
+"""The reason of a compiled cell that the wide tier has, without a mark at the test."""
 
 SLOW = {"aot_eager": 1, "compiled": 1, "gptq": 1, "inductor": 4}
 """Words in the values of cells that compile or round with compensation -> about how long that
@@ -86,6 +87,10 @@ INDUCTOR = (
 """Files with cells under inductor in the default tier. Such a cell compiles C++ for three seconds;
 elsewhere, the wide tier has them, and aot_eager traces the same graphs.
 """
+ON_RANKS = ("test_collectives.py", "test_dtensor_layers.py", "test_parallel_styles.py")
+"""Files of tests/ranks with cells under aot_eager in the default tier. Two processes compile each
+for three to ten seconds; the eager cells of the other files call the same layers and collectives.
+"""
 
 THIRDS = (
     "test_compile_autograd.py",
@@ -109,10 +114,12 @@ def shared(path: PurePath) -> tuple[str, ...]:
     return SHARED.get(path.name, SHARED.get(path.parent.name, ()))
 
 
-def waits_for_inductor(path: PurePath, params: Mapping[str, Any]) -> bool:
-    """Return whether a cell is under inductor, in a file that leaves these to the wide tier."""
-    inductor = any(isinstance(value, str) and value == "inductor" for value in params.values())
-    return inductor and path.name not in INDUCTOR
+def waits(path: PurePath, params: Mapping[str, Any]) -> bool:
+    """Return whether a cell is compiled, in a file that leaves these to the wide tier."""
+    texts = {value for value in params.values() if isinstance(value, str)}
+    if path.parent.name == "ranks" and path.name not in ON_RANKS and "aot_eager" in texts:
+        return True
+    return "inductor" in texts and path.name not in INDUCTOR
 
 
 def axes(
@@ -243,7 +250,7 @@ class Sampling:
         asked = [call for call in calls if not any(m.name == "nightly" for m in call.marks)]
         if not asked:
             return
-        by_day = [call for call in asked if not waits_for_inductor(path, call.params)] or asked
+        by_day = [call for call in asked if not waits(path, call.params)] or asked
         rows = [call.params for call in by_day]
         marks = marks_of(metafunc.definition, rows[0])
         values = axes(rows, marks, test, shared(path))
@@ -257,7 +264,7 @@ class Sampling:
         candidates = set(map(id, by_day))
         for call in asked:
             if id(call) not in chosen:
-                reason = SAMPLED if id(call) in candidates else UNDER_INDUCTOR
+                reason = SAMPLED if id(call) in candidates else COMPILED
                 call.marks.append(pytest.mark.nightly(reason=reason).mark)
 
 

@@ -83,13 +83,13 @@ def bombs(folder):
     yield put("long names of calls", b"ctorchao\n" + b"x" * 10**6 + b"\nq\5" + b"h\5)R" * 10**4)
     yield put("a dict in itself", b"}q\0" + key + b"h\0s")
     yield put("a list in itself", b"}" + key + b"]q\0h\0as")
-    yield put("deep lists", b"}" + key + b"]" * 10**6 + b"a" * (10**6 - 1) + b"s")
-    yield put("marks", b"}" + b"(" * 3 * 10**6)
+    yield put("deep lists", b"}" + key + b"]" * 10**5 + b"a" * (10**5 - 1) + b"s")
+    yield put("marks", b"}" + b"(" * 10**6)
     yield put("long names", b"}q\0" + text + b"q\1" + b"}h\1}h\1}h\1K\1ssss")
     encode = b"c_codecs\nencode\nq\2" + text + b"q\3X\6\0\0\0latin1q\4\x86R0"
-    yield put("encoding again", encode + b"h\2h\3h\4\x86R0" * 10**5 + b"}")
+    yield put("encoding again", encode + b"h\2h\3h\4\x86R0" * 20_000 + b"}")
     stream = b"ctorch.storage\n_load_from_bytes\nq\2" + data + b"q\3\x85R0"
-    yield put("streams again", stream + b"h\2h\3\x85R0" * 10**5 + b"}")
+    yield put("streams again", stream + b"h\2h\3\x85R0" * 20_000 + b"}")
     inner = b"\x80\x02}."
     for _ in range(50):
         word = b"B" + struct.pack("<I", len(inner)) + inner

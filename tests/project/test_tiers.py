@@ -131,25 +131,36 @@ def test_the_marks_of_a_cell(request, letter, digit, square):
     assert len([cell for cell in cells if cell.get_closest_marker("nightly") is None]) == 2
 
 
-def test_a_cell_under_inductor_is_in_the_wide_tier_but_for_some_files():
-    params = {"x": torch.zeros(2), "backend": "inductor"}
-    assert nightly.waits_for_inductor(PurePosixPath("tests/library/test_norm.py"), params)
-    eager = params | {"backend": "aot_eager"}
-    assert not nightly.waits_for_inductor(PurePosixPath("tests/library/test_norm.py"), eager)
-    for file in nightly.INDUCTOR:
-        assert not nightly.waits_for_inductor(PurePosixPath("tests/compile", file), params)
+@pytest.mark.parametrize(
+    ("path", "backend", "waits"),
+    [
+        ("library/test_norm.py", "inductor", True),
+        ("library/test_norm.py", "aot_eager", False),
+        ("ranks/test_dtensor.py", "inductor", True),
+        ("ranks/test_dtensor.py", "aot_eager", True),
+        ("ranks/test_dtensor.py", "eager", False),
+        *((f"compile/{file}", "inductor", False) for file in nightly.INDUCTOR),
+        *((f"ranks/{file}", "aot_eager", False) for file in nightly.ON_RANKS),
+    ],
+)
+def test_compiled_cells_are_in_the_wide_tier_but_for_some_files(path, backend, waits):
+    params = {"x": torch.zeros(2), "backend": backend}
+    assert nightly.waits(PurePosixPath("tests", path), params) == waits
 
 
-def test_the_default_tier_runs_inductor(request):
-    """Files that leave it to the wide tier rely on those of ``INDUCTOR``."""
+@pytest.mark.parametrize(
+    ("word", "files"), [("inductor", nightly.INDUCTOR), ("aot_eager", nightly.ON_RANKS)]
+)
+def test_the_default_tier_has_compiled_cells(request, word, files):
+    """Files that leave them to the wide tier rely on these."""
     cells = request.config.stash[CELLS]
-    files = {path_of(cell.nodeid).name for cell in cells}
+    collected = {path_of(cell.nodeid).name for cell in cells}
     found = {
         path_of(cell.nodeid).name
         for cell in cells
-        if "inductor" in cell.nodeid and cell.get_closest_marker("nightly") is None
+        if word in cell.nodeid and cell.get_closest_marker("nightly") is None
     }
-    assert found & set(nightly.INDUCTOR) == files & set(nightly.INDUCTOR)
+    assert found & set(files) == collected & set(files)
 
 
 def test_of_equal_cells_one_compiles_once():

@@ -124,6 +124,7 @@ def test_training_equals_a_gather_in_high_precision(
     ranks.run(run_training, name, mixed, reduces, False)
 
 
+@pytest.mark.nightly(reason="nine seconds; test_fsdp.py compiles blocks; eager training is above")
 @pytest.mark.parametrize("name", ["fp8", "mxfp8 2-D"])
 def test_compiled_training_equals_a_gather_in_high_precision(ranks: Ranks, name: str) -> None:
     ranks.run(run_training, name, False, True, True)
