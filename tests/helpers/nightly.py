@@ -44,7 +44,7 @@ EVERY_CELL = dict.fromkeys(
 FORMATS = ("case", "recipe", "fmt")
 """Arguments that are formats or recipes in every file."""
 SHARED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("debug", "integrations", "layers", "operations", "weights"), FORMATS),
+    **dict.fromkeys(("layers", "operations"), FORMATS),
     **dict.fromkeys(("compile", "ranks"), (*FORMATS, "name", "options", "bound", "backend")),
     **dict.fromkeys(
         (
