@@ -268,6 +268,37 @@ def test_groups(fmt: str, options: Options, monkeypatch: pytest.MonkeyPatch) -> 
     same_bits(GROUPED_GEMM(*plain_operand(x), *listed, *groups, "TN", x.dtype, None), want)
 
 
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp6", "mxfp4"])
+def test_blocks_of_zeros(
+    fmt: str, swizzled: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their factors are the smallest that there are; C++ multiplies these operands too."""
+    options = {"swizzled": swizzled, "columnwise": True}
+    if fmt == "mxfp6":
+        options |= {"packed": True, "dtype": "e3m2"}
+    values = torch.randn(2, 160, 160)
+    values[:, 32:64], values[:, :, 96:130] = 0.0, 0.0
+    x = values[0].bfloat16()
+    a, b = (qtensor.quantize(v, fmt, **options) for v in values)
+    small = b.detach().clone()
+    for data in (small._rowwise_data, small._columnwise_data):
+        data.view(torch.uint8).fill_(1)
+    for left in (x, a) if fmt != "mxfp4" else (x,):
+        if layout == "NT" and left is x:
+            continue
+        assert "chosen" in said(left, b, layout)
+        with native_ops.left_to_python():
+            want = qtensor.gemm(left, b, layout, dtype=torch.float32)
+        assert torch.isfinite(want).all()
+        with monkeypatch.context() as patch:
+            in_cpp(patch, "gemm")
+            same_bits(qtensor.gemm(left, b, layout, dtype=torch.float32), want)
+            with pytest.raises(pytest.fail.Exception, match="the Python kernel"):
+                qtensor.gemm(left, small, layout, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("direction", USAGES)
 @pytest.mark.parametrize("layout", ["TN", "NN"])
 @pytest.mark.parametrize("fmt", ["fp8_blockwise", "mxfp8", "mxfp4"])

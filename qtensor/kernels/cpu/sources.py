@@ -213,7 +213,15 @@ _OF_OPS = ("structs.h", "denormals.h", "memory.h", "attention/calls.h")
 
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
-    flags = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra")
+    # GCC's other model leaves loops over the factors of a weight to one byte at a time.
+    flags = (
+        "-std=c++20",
+        "-O2",
+        "-fvect-cost-model=dynamic",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+    )
     hidden = ("-fvisibility=hidden", "-DQT_NAMESPACE=ops")
     return BuildSpec(
         "ops",

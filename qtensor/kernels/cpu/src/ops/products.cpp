@@ -182,7 +182,7 @@ bool read_bfloat16(const Product& p, Operand& a, Scratch& scratch, LinearArgumen
         const Direction direction = p.layout == NT ? BY_COLUMNS : BY_ROWS;
         to.quantized_x = read_lines(a, direction, scratch, to);
         to.x_dtype = BFLOAT16;
-        return to.quantized_x && has_normal_factors(*a.d, direction, a.shape, a.at);
+        return to.quantized_x && has_normal_values(*a.d, direction, a.shape, a.at);
     }
     Rows x;
     if (!x.read(a.plain, scratch)) return false;
@@ -207,7 +207,7 @@ bool multiply_dots(const Product& p, Operand& a, Operand& b, void* y, Batch& bat
         if (reach != READABLE) return false;
         l.across = view.columns() ? COLUMNWISE : ROWWISE;
     }
-    if (!has_normal_factors(*view.d, view.direction, view.shape, view.at)) return false;
+    if (!has_normal_values(*view.d, view.direction, view.shape, view.at)) return false;
     l.quantizer = &view.d->quantizer, l.weight = view.buffers(), l.scale_inv = view.at.scale_inv();
     l.m = p.m, l.k = p.k, l.n = p.n, l.threads = p.threads();
     l.bias = p.bias_values(scratch);

@@ -56,39 +56,88 @@ bool find_buffers(const Description& d, const std::vector<Tensor>& buffers, size
 
 // ---- factors
 
+static const Slot* find_slot(const Description& d, i32 position) {
+    const Slot* end = d.slot + d.slots;
+    const Slot* slot = std::find_if(d.slot, end, [=](auto& s) { return s.position == position; });
+    return slot == end ? nullptr : slot;
+}
+
+// The codes that share an entry of the factors (rows, cols) of a matrix.
+class CodesOfFactors {
+    const u8* codes_;
+    const Slot &factors_, *slot_;
+    const i64 size_[3];  // of the matrix by Axis; leading dims count as rows
+    i64 line_ = 0;       // bytes of a line of the buffer; 0: they lie in another order
+    static i32 axis_of(const Dim& dim) { return dim.axis == LEAD ? ROWS : dim.axis; }
+
+public:
+    CodesOfFactors(const Description& d, const Slot& factors, const Shape& shape, const Addresses& from)
+        : codes_((const u8*)from.at[factors.position - 1]),
+          factors_(factors),
+          slot_(find_slot(d, factors.position - 1)),
+          size_{1, shape.rows(), shape.cols()} {
+        if (!slot_ || !codes_ || BYTES[slot_->dtype] != 1) return;
+        const Shape whole = BufferShape(*slot_, shape).shape;
+        if (slot_->dims == 2) line_ = whole.size[whole.dim - 1];
+    }
+    bool are_zeros(i64 i, i64 j) const {
+        if (!line_) return false;
+        i64 first[3] = {}, end[3] = {};
+        for (int dim = 0; dim < 2; dim++) {
+            const i32 axis = axis_of(factors_.dim[dim]);
+            first[axis] = (dim ? j : i) * factors_.dim[dim].per;
+            end[axis] = std::min(first[axis] + factors_.dim[dim].per, size_[axis]);
+        }
+        const Dim &outer = slot_->dim[0], &inner = slot_->dim[1];
+        const auto begin = [&](const Dim& dim) { return first[axis_of(dim)] / dim.per * dim.units; };
+        const auto stop = [&](const Dim& dim) {
+            return (end[axis_of(dim)] + dim.per - 1) / dim.per * dim.units;
+        };
+        u8 found = 0;
+        for (i64 r = begin(outer); r < stop(outer) && !found; r++)
+            for (i64 c = begin(inner); c < stop(inner); c++) found |= codes_[r * line_ + c];
+        return !found;
+    }
+};
+
+// Whether each factor of (rows, cols) is large enough, or stands for zeros.
 template <class Factor, class Of>
-static bool are_all_least(const Shape& count, Factor least, const Of& of) {
+static bool are_normal(const Shape& count, Factor least, const CodesOfFactors& codes, const Of& of) {
     for (i64 i = 0; i < count.size[0]; i++) {
         bool all = true;
         for (i64 j = 0; j < count.size[1]; j++) all &= of(i, j) >= least;
-        if (!all) return false;
+        for (i64 j = 0; !all && j < count.size[1]; j++)
+            if (!(of(i, j) >= least) && !codes.are_zeros(i, j)) return false;
     }
     return true;
 }
-bool has_normal_factors(const Description& d, Direction direction, const Shape& shape,
-                        const Addresses& from) {
+bool has_normal_values(const Description& d, Direction direction, const Shape& shape, const Addresses& from) {
     if (d.quantizer.family != BLOCK || d.quantizer.scale == SCALE_E4M3) return true;
     const i32 wanted = d.columnwise[direction] ? 5 : 1;
-    const Slot* slot = std::find_if(d.slot, d.slot + d.slots, [&](auto& s) { return s.position == wanted; });
-    if (slot == d.slot + d.slots || slot->dims != 2) return false;
+    const Slot* slot = find_slot(d, wanted);
+    if (!slot || slot->dims != 2) return false;
     Slot bare = *slot;
     for (Dim& dim : bare.dim) dim.pad = 1;
     const Shape whole = BufferShape(*slot, shape).shape, count = BufferShape(bare, shape).shape;
     const i64 row = whole.size[1];
+    const CodesOfFactors codes(d, *slot, shape, from);
     if (d.quantizer.scale == SCALE_F32) {
         const float* factors = (const float*)from.at[wanted];
-        return are_all_least(count, 0x1p-103f, [=](i64 i, i64 j) { return factors[i * row + j]; });
+        return are_normal(count, 0x1p-103f, codes, [=](i64 i, i64 j) { return factors[i * row + j]; });
     }
-    const u8* codes = (const u8*)from.at[wanted];
-    const auto straight = [=](i64 i, i64 j) { return codes[i * row + j]; };
-    if (!d.quantizer.swizzled) return are_all_least<u8>(count, 24, straight);
-    if (are_all_least<u8>(whole, 24, straight)) return true;  // padding too, where there is any
+    constexpr u8 LEAST = 24;
+    const u8* factors = (const u8*)from.at[wanted];
+    if (!d.quantizer.swizzled)
+        return are_normal(count, LEAST, codes, [=](i64 i, i64 j) { return factors[i * row + j]; });
+    bool all = true;  // padding too
+    for (i64 i = 0; i < whole.elements(); i++) all &= factors[i] >= LEAST;
+    if (all) return true;
     const bool lines_first = slot->dim[0].per == 1;
     const i64 tiles = whole.size[lines_first] / 4;
-    return are_all_least<u8>(count, 24, [=](i64 i, i64 j) {
+    return are_normal(count, LEAST, codes, [=](i64 i, i64 j) {
         const i64 line = lines_first ? i : j, block = lines_first ? j : i;
-        return codes[(line / 128 * tiles + block / 4) * 512 + line % 32 * 16 + line % 128 / 32 * 4 +
-                     block % 4];
+        return factors[(line / 128 * tiles + block / 4) * 512 + line % 32 * 16 + line % 128 / 32 * 4 +
+                       block % 4];
     });
 }
 

@@ -77,9 +77,9 @@ DequantizeArguments decoding_of(const Description& d, const Addresses& from, Dir
 // Decodes to contiguous memory.
 bool decode(DequantizeArguments call, void* y, i64 dtype);
 
-// Returns whether the factors of blocks let no value become a subnormal bfloat16 number (dot_products.py:
-// has_normal_values). Blocks of zeros may have smaller factors; Python looks at their codes.
-bool has_normal_factors(const Description& d, Direction direction, const Shape& shape, const Addresses& from);
+// Returns whether bfloat16 holds every value as zero or as a normal number (dot_products.py:
+// has_normal_values).
+bool has_normal_values(const Description& d, Direction direction, const Shape& shape, const Addresses& from);
 
 // ---- the ops. Each reads its arguments and adds its results; it returns false, with nothing written that
 // the caller sees, if Python must serve the call.
