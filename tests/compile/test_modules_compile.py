@@ -53,7 +53,7 @@ def test_inference_one_graph_for_all_batch_sizes(module, recipe):
     assert counter.frame_count == 1
 
 
-ANOTHER = pytest.mark.nightly(reason="three seconds a cell; another module is by day")
+ANOTHER = pytest.mark.nightly(reason="three seconds a cell; another one is by day")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ ANOTHER = pytest.mark.nightly(reason="three seconds a cell; another module is by
         pytest.param("recomputing_mlp", marks=ANOTHER),
     ],
 )
-@every_recipe
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=() if r == "delayed" else ANOTHER) for r in RECIPES]
+)
 def test_inductor_gives_the_bytes_of_eager_code(module, recipe):
     eager, traced = twins(module)
     call, counter = compiled(traced, "inductor")

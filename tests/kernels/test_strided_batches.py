@@ -177,13 +177,7 @@ def test_gradients(fmt: str, frozen: bool, decoded: list[Any]) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param("inductor", marks=pytest.mark.nightly(reason="the next test runs inductor")),
-    ],
-)
+@backends
 def test_compiled(backend: str, dynamic: bool, decoded: list[Any]) -> None:
     """Every batch, and every call."""
     torch.manual_seed(3)
