@@ -213,7 +213,7 @@ _OF_OPS = ("structs.h", "denormals.h", "memory.h", "attention/calls.h")
 
 def ops_build_spec() -> BuildSpec:
     """Return how to build the C++ kernels of the ops, which serve every version of torch."""
-    # GCC's other model leaves loops over the factors of a weight to one byte at a time.
+    # With GCC's own model, loops over the factors of a weight would take one byte at a time.
     flags = (
         "-std=c++20",
         "-O2",
