@@ -212,7 +212,7 @@ def test_edges_of_tiles(
 def test_more_than_one_tall_tile(
     case: FormatCase, options: dict[str, Any], dtype: torch.dtype, rowwise: bool, columnwise: bool
 ) -> None:
-    """Finite values in tiles of 1024 rows and what is left below and beside them, with some blocks
+    """Finite values in tiles of 512 rows and what is left below and beside them, with some blocks
     of zeros.
     """
     codec = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)

@@ -14,7 +14,8 @@ struct Columns {
     u8* out;                 // the first row of codes of this band
     i64 out_stride;
     i64 column0, block0;
-    const T* next;  // rows of the same stride that are read after these, or null
+    const T* next;      // rows of the same stride that are read after these, or null
+    bool half = false;  // LineQuantizer asks for half of each strip of them
 };
 
 template <class D, class E, int B, int Codes>
@@ -218,9 +219,8 @@ struct ColumnQuantizer {
         for (i64 r = 0; r < m.rows; r += Joined, out += lines * m.out_stride) {
             const T* x = m.x + r * m.stride;
             for (int g = 0; g < groups; g++) {
-                // Little by little: many at once would fill the queue for misses, and this line would wait
-                // for memory.
-                if (m.next)
+                // Little by little, as in encode_strips.h.
+                if (m.next && (!m.half || g & SECOND_HALF<B>))
                     prefetch(m.next + r * m.stride + g * GROUP, Joined, m.stride * i64(sizeof(T)),
                              GROUP * i64(sizeof(T)));
                 VB c[Joined];

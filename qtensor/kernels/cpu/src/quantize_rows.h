@@ -1,8 +1,7 @@
 // Block formats along lines: W blocks at a time, from maxima to stored codes. A line is a row of the matrix
 // that is given: of the tensor, or of the transpose that quantize_columns.h makes of a tile.
 #pragma once
-#include "block_strips.h"
-#include "nvfp4.h"
+#include "encode_strips.h"
 
 namespace QT_NAMESPACE {
 
@@ -20,159 +19,6 @@ struct Direction {
     bool whole_groups;       // codes of padding are stored too (rotated data)
     bool nontemporal;
 };
-
-// Where element `at` of a strip lies, whose blocks begin `stride` apart: one behind the other but for those
-// of many groups.
-template <int B>
-INLINE i64 place(int at, i64 stride) {
-    return B > GROUP ? at / B * stride + at % B : at;
-}
-
-template <class D, int B>
-INLINE VI strip_maxima(const typename D::T* x, i64 stride = B) {
-#if QT_ISA == 512
-    if constexpr (D::id == BF16) return maxima_of_pairs<B>(x, stride);
-#endif
-    VI m[W];
-    for (int b = 0; b < W; b++) {
-        const typename D::T* p = x + b * stride;
-        if (D::pairs && B * 2 % (W * 4) == 0) {
-            VH h = load<VH>(p) & (VH)all(0x7fff7fff);
-            for (int i = 1; i < B / (2 * W); i++) {
-                VH next = load<VH>(p + i * 2 * W) & (VH)all(0x7fff7fff);
-                h = h > next ? h : next;
-            }
-            m[b] = max((VI)h << 16, (VI)h & all(i32(0xffff0000)));
-        } else {
-            m[b] = D::one(p) & all(ABS);
-            for (int i = W; i < B; i += W) m[b] = max(m[b], D::one(p + i) & all(ABS));
-        }
-    }
-    return column_max(m);
-}
-
-// The factor of every lane of vector j of the group that starts at element `at` of a strip.
-template <class D, int B>
-INLINE VF spread(const float* factors, int at, int j) {
-    if (D::pairs && 2 * W > B) {
-        const int b = (at + j / 2 * 2 * W) / B;  // two blocks in a vector
-#if QT_ISA == 512
-        return (VF)_mm512_mask_broadcastss_ps((__m512)all(factors[b]), 0xff00, _mm_load_ss(factors + b + 1));
-#else
-        VF f = all(factors[b]);
-        for (int i = W / 2; i < W; i++) f[i] = factors[b + 1];
-        return f;
-#endif
-    }
-    int element = D::pairs ? j / 2 * 2 * W : j * W;
-    return all(factors[(at + element) / B]);
-}
-
-template <class E, int Codes>
-INLINE void store_codes(u8* out, VB codes, bool stream) {
-    if (Codes == 1)
-        store_bytes(out, codes, stream);
-    else if (Codes == 2)
-        store_nibbles(out, codes);
-    else
-        store_quads(out, codes);
-}
-
-// GROUP elements times their factors to codes, one a byte.
-template <class D, class E, bool Safe, bool Unsigned>
-INLINE VB encode_group(const typename D::T* x, const VF f[4]) {
-#if QT_ISA == 512
-    if constexpr (!Safe && !Unsigned) return codes_of_products<D, E>(x, f);
-#endif
-    VI v[4], c[4];
-    D::group(x, v);
-#if QT_ISA == 512
-    if constexpr (E::width == 4 && Unsigned && !Safe) {
-        for (int j = 0; j < 4; j++) c[j] = e2m1_index<false>((VF)v[j] * f[j]);
-        return in_order<D::pairs>(e2m1_codes(packed_bytes<D::pairs>(c)));
-    }
-#endif
-    for (int j = 0; j < 4; j++) c[j] = encode<E, Safe, Unsigned>((VF)v[j] * f[j]);
-    return pack<D::pairs>(c);
-}
-
-// W blocks, nearest rounding.
-template <class D, class E, int B, int Codes, bool Safe>
-INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, bool stream, i64 stride = B,
-                         i64 out_stride = B) {
-    for (int at = 0; at < W * B; at += GROUP) {
-        VF f[4];
-        for (int j = 0; j < 4; j++) f[j] = spread<D, B>(factors, at, j);
-        VB codes = encode_group<D, E, Safe, B == NV>(x + place<B>(at, stride), f);
-        store_codes<E, Codes>(out + place<B>(at, out_stride) * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
-    }
-}
-
-#if QT_ISA == 512
-// 4-bit codes of W blocks, but for MX of bfloat16.
-template <class D, class E, int B, int Codes>
-INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bool stream) {
-    if constexpr (E::width == 4 && (B == NV || !D::pairs)) {
-        if (!fits_quarters<D, B == MX>(amax, encode)) return false;
-        const VF factors = encode * all(4.0f);
-        alignas(64) float in_memory[W];
-        store(in_memory, factors);
-        for (int at = 0; at < W * B; at += 2 * GROUP) {
-            VB codes[2];
-            for (int h = 0; h < 2; h++) {
-                const int g = at / GROUP + h;
-                VF f[4];
-                for (int j = 0; j < 4; j++)
-                    if constexpr (D::pairs)
-                        f[j] = (VF)_mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[g][j / 2 * 2]),
-                                                         (__m512)factors);
-                    else
-                        f[j] = all(in_memory[(g * GROUP + j * W) / B]);
-                codes[h] = quarters_group<D, B == MX>(x + g * GROUP, f);
-            }
-            store_bytes(out + at / Codes, nibbles_of<D::pairs>(codes[0], codes[1]), stream);
-        }
-        return true;
-    }
-    return false;
-}
-
-// The same for bfloat16 with factors 2^(127 - code), where every code allows it.
-template <class D, class E, int B, int Codes>
-INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream, i64 stride = B,
-                        i64 out_stride = B) {
-    if constexpr (D::id == BF16 && B >= 2 * W) {
-        VI code = all(254) - (VI)((VU)encode >> 23);
-        if (any(code < all(LEAST_CODE<E>))) return false;
-        if constexpr (Codes == 2) {
-            alignas(64) VI base[1] = {(code + all(LEAST_PLACE)) * all(0x01000100)};
-            const i32* of_block = (const i32*)base;
-            for (int at = 0; at < W * B; at += 2 * GROUP) {
-                VB codes[2];
-                for (int h = 0; h < 2; h++) {
-                    const int block = at / B + 2 * h;
-                    const __m512i bases[2] = {_mm512_set1_epi32(of_block[block]),
-                                              _mm512_set1_epi32(of_block[block + 1])};
-                    codes[h] = e2m1_group(x + at + h * GROUP, bases);
-                }
-                store_bytes(out + at / Codes, nibbles_of<true>(codes[0], codes[1]), stream);
-            }
-            return true;
-        }
-        const __m512i bases =
-            _mm512_castsi128_si512(_mm512_cvtepi32_epi8((__m512i)(code + all(base_of<E>(0)))));
-        for (int at = 0; at < W * B; at += GROUP) {
-            const __m512i block = B == MX ? _mm512_load_si512(BYTES.block[at / GROUP % 8]) : bytes_of(at / B);
-            const __m512i base = _mm512_permutexvar_epi8(block, bases);
-            VB codes = pow2_group<E>(x + place<B>(at, stride), base);
-            store_codes<E, Codes>(out + place<B>(at, out_stride) * (Codes == 4 ? 3 : 1) / Codes, codes,
-                                  stream);
-        }
-        return true;
-    }
-    return false;
-}
-#endif
 
 // The second level of NVFP4 for W blocks.
 struct GlobalScaleLanes {
@@ -247,13 +93,16 @@ struct LineQuantizer {
     const T* source[batch];
     u8* target[batch];
 
-    LineQuantizer(const Lines<T>& lines, const Direction& direction)
+    const T* const next;  // a tile that is read after these lines, row for row, or null
+
+    LineQuantizer(const Lines<T>& lines, const Direction& direction, const T* following = nullptr)
         : m(lines),
           d(direction),
           p(*direction.quantizer),
           strips(lines),
           special(nv && (d.rotate || p.stochastic || p.four_over_six)),
-          keys(d.seed) {
+          keys(d.seed),
+          next(following) {
         for (int b = 0; b < W; b++) global.set(b, d.global);
     }
 
@@ -316,11 +165,12 @@ struct LineQuantizer {
             for (block += W; block >= strips.blocks; block -= strips.blocks) line++;
         }
         // What comes after them, in their order.
-        const i64 ahead = (line < m.count ? strips.source(line, block) : source[n - 1] + strip) - source[0];
-        for (int s = 0; s < n; s++) {
-            prefetch(source[s] + ahead, 1, 0, i64(sizeof(T)) * strip);
-            codes(source[s], s, target[s], d.nontemporal && (uintptr_t(target[s]) & (GROUP - 1)) == 0);
-        }
+        i64 ahead = (line < m.count ? strips.source(line, block) : source[n - 1] + strip) - source[0];
+        if (next) ahead = next - m.x;
+        const int count = next ? strip / 2 : strip;  // ColumnQuantizer asks for the others
+        for (int s = 0; s < n; s++)
+            codes(source[s], s, target[s], d.nontemporal && (uintptr_t(target[s]) & (GROUP - 1)) == 0,
+                  {source[s] + ahead, count});
         return true;
     }
     // False where one of them is not finite. Down: the blocks of a strip lie in lines of their own.
@@ -347,7 +197,7 @@ struct LineQuantizer {
                 store(encode[0], f.encode);
                 const ScaleLayout& s = d.scales;
                 store(s.base + 4 * s.at(m.line0 + line, m.block0 + block), f.stored);
-                codes_to(*this, source[0], 0, strips.target(line, block), stream, m.stride, m.out_stride);
+                codes_to(*this, source[0], 0, strips.target(line, block), stream, m.stride, m.out_stride, {});
             }
         return true;
     }
@@ -357,6 +207,7 @@ struct LineQuantizer {
         const bool direct = lanes == W && strips.direct(line, block, strips.flat_out);
         if (!direct_in) strips.gather(line, block, gathered);
         const T* x = direct_in ? strips.source(line, block) : gathered;
+        if (special && direct_in) look_ahead<int(sizeof(T)) * strip>(x);
         u8* out = direct ? strips.target(line, block) : scattered;
         const bool stream = direct && d.nontemporal && (uintptr_t(out) & (GROUP - 1)) == 0;
         if (d.line_amax) set_global(at, lanes);
@@ -366,23 +217,23 @@ struct LineQuantizer {
     }
 
     // Codes of a strip of finite values whose maxima and factors are known.
-    void codes(const T* x, int s, u8* target, bool stream) {
+    void codes(const T* x, int s, u8* target, bool stream, const Soon<T>& soon) {
         // Packed codes leave in pieces too small to go around the cache one by one.
         u8* out = stream && Codes > 1 ? scattered : target;
-        codes_to(*this, x, s, out,
-                 stream && out == target);  // what went around the cache takes long to read back
+        // What went around the cache takes long to read back.
+        codes_to(*this, x, s, out, stream && out == target, B, B, soon);
         if (out != target) put_bytes(target, out, W * strips.bytes, true);
     }
-    INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream, i64 stride = B,
-                         i64 out_stride = B) {
+    INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream, i64 stride,
+                         i64 out_stride, const Soon<T>& soon) {
 #if QT_ISA == 512
         const VF f = useful_factor(q.amax[s], load<VF>(q.encode[s]));
-        if (encode_small<D, E, B, Codes>(x, q.amax[s], f, out, stream)) return;
+        if (encode_small<D, E, B, Codes>(x, q.amax[s], f, out, stream, soon)) return;
         if ((q.p.scale == SCALE_E8M0 || q.p.pow2) &&
-            encode_pow2<D, E, B, Codes>(x, (VI)f, out, stream, stride, out_stride))
+            encode_pow2<D, E, B, Codes>(x, (VI)f, out, stream, stride, out_stride, soon))
             return;
 #endif
-        encode_strip<D, E, B, Codes, false>(x, q.encode[s], out, stream, stride, out_stride);
+        encode_strip<D, E, B, Codes, false>(x, q.encode[s], out, stream, stride, out_stride, soon);
     }
 
     VI strip_of(const T* x, u8* out, i64 at, bool stream) {
@@ -393,7 +244,7 @@ struct LineQuantizer {
         const BlockFactors f = factors_of<E>(amax[0], d, global);
         store(encode[0], f.encode);
         if (finite) {
-            codes(x, 0, out, stream);
+            codes(x, 0, out, stream, {});
         } else {
             for (int i = 0; i < strip; i++) wide[i] = D::to_float(x[i]);
             encode_strip<Float32, E, B, Codes, true>(wide, encode[0], out, false);
@@ -487,8 +338,9 @@ struct LineQuantizer {
 };
 
 template <class D, class E, int B, int Codes>
-static void quantize_lines(const Lines<typename D::T>& m, const Direction& d, i64 first, i64 end) {
-    LineQuantizer<D, E, B, Codes>(m, d).run(first, end);
+static void quantize_lines(const Lines<typename D::T>& m, const Direction& d, i64 first, i64 end,
+                           const typename D::T* next = nullptr) {
+    LineQuantizer<D, E, B, Codes>(m, d, next).run(first, end);
 }
 
 }  // namespace QT_NAMESPACE

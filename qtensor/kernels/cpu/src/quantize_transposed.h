@@ -28,10 +28,10 @@ struct TransposedQuantizer {
         constexpr i64 ld() const { return cols + 64; }  // rows of codes do not meet in one set of the cache
         constexpr i64 bytes() const { return rows / Codes * unit * ld(); }
     };
-    // Codes that leave transposed do so in the longest runs whose tile the second cache level holds; rows
-    // want width. Tiles of blocks of 128 were measured: wider ones are up to a fifth slower.
+    // Codes that leave transposed do so in long runs, from tiles that the second cache level holds; rows want
+    // width. Tiles of blocks of 128 were measured: wider ones are up to a fifth slower.
     static constexpr Size SQUARE = {B, B == 128 ? 128 : COLUMN_TILE};
-    static constexpr Size TALL = nv ? Size{1024, 128} : SQUARE, BOTH = nv ? Size{1024, 512} : SQUARE;
+    static constexpr Size TALL = nv ? Size{512, 256} : SQUARE, BOTH = nv ? Size{512, 512} : SQUARE;
     static constexpr Size WIDE = nv ? Size{256, COLUMN_TILE} : SQUARE;
     // Of a tensor of these rows and columns: low enough that all threads have some.
     static Size size_of(bool row_codes, bool column_codes, i64 rows, i64 cols, i64 threads) {
@@ -78,7 +78,7 @@ struct TransposedQuantizer {
                 next = m.x + after * B * m.stride;
             else if (m.next)
                 next = m.next + (after - blocks) * B * m.stride;
-            rows(b * B, n);
+            rows(b * B, n, next);
             done = done && band(m, b, n, out, next);
         }
         if (!done || !out.column) return done;
@@ -91,9 +91,10 @@ struct TransposedQuantizer {
     bool band(const TileSource<T>& m, i64 b, i64 n, const Outputs& out, const T* next) {
         u8* joined = codes + b * (B / Codes * unit) * size.ld();
         u8* to = p.square && Codes > 1 ? plain : joined;
-        const bool done = quantizer.tile(
-            {m.x + b * B * m.stride, n, m.cols, m.stride, to, size.ld(), m.column0, m.row0 / B + b, next},
-            false, p.square);
+        const bool done =
+            quantizer.tile({m.x + b * B * m.stride, n, m.cols, m.stride, to, size.ld(), m.column0,
+                            m.row0 / B + b, next, out.row && !p.square && B <= GROUP},
+                           false, p.square);
         if (!done) return false;
         if (p.square) {
             if (out.row) store_rows(to, out.row + b * B * out.row_stride, out.row_stride, n, m.cols);
