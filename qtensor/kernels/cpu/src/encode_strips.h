@@ -149,7 +149,7 @@ INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream,
         if (any(code < all(LEAST_CODE<E>))) return false;
         if constexpr (Codes == 2) {
             alignas(64) i32 of_block[W];
-            store(of_block, (code + all(LEAST_PLACE)) * all(0x01000100));
+            store(of_block, (VI)((VU)(code + all(LEAST_PLACE)) * (VU)all(0x01000100)));
             asm("" : "+m"(of_block));  // as above
 #pragma GCC unroll 1
             for (int at = 0; at < W * B; at += 2 * GROUP) {
