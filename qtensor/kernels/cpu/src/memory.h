@@ -48,7 +48,7 @@ public:
         for (const Block& b : blocks) free(b.memory);
     }
     // Returns the smallest block of at least so many bytes, and raises `bytes` to its size.
-    void* take(size_t& bytes) {
+    [[gnu::noinline]] void* take(size_t& bytes) {
         Block* best = nullptr;
         for (Block& b : blocks)
             if (bytes >= LEAST && b.bytes >= bytes && (!best || b.bytes < best->bytes)) best = &b;
@@ -58,7 +58,7 @@ public:
         return std::exchange(*best, Block()).memory;
     }
     // Keeps a block in the place of the smallest one, or frees it.
-    void give(void* memory, size_t bytes) {
+    [[gnu::noinline]] void give(void* memory, size_t bytes) {
         Block* least = blocks;
         for (Block& b : blocks)
             if (b.bytes < least->bytes) least = &b;
