@@ -29,6 +29,7 @@ from formats import (
 
 import qtensor
 from qtensor.library.gemm import GEMM
+from qtensor.storage.ops.products import operand_of
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 HALF_ULP = {
@@ -404,3 +405,17 @@ def test_a_missing_usage_is_named(name: str) -> None:
         )
         with pytest.raises(qtensor.QTensorError, match=message):
             qtensor.gemm(a, b, layout)
+
+
+def test_what_does_not_fit_is_refused_before_a_kernel_runs() -> None:
+    """A traced product has its shape alone; `F.linear` leaves all checks to the op."""
+    a, b = (
+        operand_of(qtensor.quantize(torch.randn(shape), "mxfp8").to("meta"))
+        for shape in ((4, 64), (32, 96))
+    )
+    with pytest.raises(qtensor.QTensorError, match="last dims of a and b must be equal"):
+        GEMM(*a, *b, "TN", torch.float32, None)
+    with pytest.raises(qtensor.QTensorError, match=r"bias must broadcast.*\(3,\) for \(4, 4\)"):
+        GEMM(*a, *a, "TN", torch.float32, torch.ones(3, device="meta"))
+    with pytest.raises(qtensor.QTensorError, match="on one device; got cpu and meta"):
+        GEMM(*a, *a, "TN", torch.float32, torch.ones(4))

@@ -370,8 +370,8 @@ def linear_(
     status = kernels.handle.qt_linear(
         _LINEAR.pack(
             layout.address,
-            0,  # x is not quantized.
-            0,
+            0,  # x is not quantized,
+            0,  # and not transposed.
             x.data_ptr(),
             DTYPES[x.dtype],
             stride,
