@@ -1,10 +1,11 @@
-"""Products by bfloat16 dot products: formats, directions and sizes, the same bytes everywhere.
+"""Products by dot products: formats, directions and sizes, the same bytes everywhere.
 
 With QTENSOR_AMX=1, on a CPU that has AMX, these are the tests of the backend `amx` (test_amx.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import qtensor
 from qtensor.core.operand import plain_operand
-from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu import native, sources
 from qtensor.kernels.products import dot_products
 from qtensor.library import native_ops
 from qtensor.library.define import FILLS
@@ -39,6 +40,7 @@ FORMATS: list[tuple[str, Options]] = [
     ("fp8_rowwise", {"axis": 0}),
     ("fp8_blockwise", {}),
     ("fp8_blockwise", {"block_scaling_dim": 2}),
+    ("fp8_blockwise", {"force_pow_2_scales": False}),
     ("mxfp8", {}),
     ("mxfp8", {"swizzled": True}),
     ("mxfp6", {"packed": True}),
@@ -126,7 +128,7 @@ def test_both_quantized(fmt: str, options: Options, layout: str) -> None:
         sizes = (k, m) if layout == "NT" else (m, k), (n, k) if layout == "TN" else (k, n)
         a, b = (matrix(*size, fmt, options, columnwise=True) for size in sizes)
         if not is_served(a, b, layout):
-            assert "along the contraction" in said(a, b, layout)
+            assert "operand a: factors" in said(a, b, layout)
             continue
         left = values(a, columnwise=True).T if layout == "NT" else values(a)
         right = values(b).T if layout == "TN" else values(b, columnwise=True)
@@ -138,6 +140,34 @@ def test_both_quantized(fmt: str, options: Options, layout: str) -> None:
                 same_bits(by_name(a, b, layout), got)
         if "chosen" in said(a, b, layout):
             same_bits(qtensor.gemm(a, b, layout, dtype=torch.float32), got)
+
+
+@pytest.mark.skipif(KERNEL != native.DOTS, reason="dot products have two kinds, tiles one")
+@pytest.mark.skipif(
+    not sources.capabilities().get("avx512_bf16"), reason="the CPU has no dot products of pairs"
+)
+@pytest.mark.parametrize("direction", USAGES)
+@formats
+def test_pairs_and_multiply_adds(
+    fmt: str, options: Options, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the same bits, for few rows too, so that each CPU can use what is faster."""
+    layouts = [("TN", BACKEND), ("NN", BACKEND), ("TN", "few_rows")]
+    for turn, (m, n, k) in enumerate(SHAPES):
+        torch.manual_seed(turn)
+        x = torch.randn(m, k).bfloat16()
+        for layout, backend in layouts:
+            b = matrix(*((n, k) if layout == "TN" else (k, n)), fmt, options, **USAGES[direction])
+            left = x[:64] if backend == "few_rows" else x
+            found = []
+            for pairs in (0, 1):
+                monkeypatch.setattr(native, "PAIRS", pairs)
+                with native_ops.left_to_python(), contextlib.suppress(qtensor.UnsupportedError):
+                    found.append(
+                        qtensor.gemm(left, b, layout, None, torch.float32, backend=backend)
+                    )
+            if found:
+                same_bits(*found)
 
 
 @pytest.mark.parametrize("rows", [(50, 60, 40, 50), (5, 5, 5, 6, 5, 5, 5, 5, 5), (190, 3, 0, 4)])
@@ -235,7 +265,9 @@ def test_batches(fmt: str, options: Options, rows: int, monkeypatch: pytest.Monk
     w = qtensor.quantize(torch.randn(3, 128, 96), fmt, **options)
     x = torch.randn(rows, 3, 96).bfloat16().transpose(0, 1)
     xq = qtensor.quantize(torch.randn(3, 128, 96).bfloat16(), fmt, **options)
-    for left in (x, xq):
+    # bfloat16 must hold a left operand.
+    lefts = (x,) if "force_pow_2_scales" in options else (x, xq)
+    for left in lefts:
         with native_ops.left_to_python():
             want = qtensor.gemm(left, w, "TN", dtype=torch.float32)
             singles = [

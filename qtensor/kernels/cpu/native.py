@@ -46,9 +46,12 @@ _PRODUCTS = 4
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")
-_LINEAR = struct.Struct("=21q")
+_LINEAR = struct.Struct("=22q")
 DOTS, FEW_ROWS, TILES = 0, 1, 2
 """`enum LinearKernel` of structs.h: what `linear_` multiplies with."""
+PAIRS = -1
+"""Whether `DOTS` and `FEW_ROWS` use dot products of bfloat16 pairs (AVX512-BF16), 0 or 1; -1 for
+what is faster on this CPU. The bits are the same."""
 _SIDES = {False: 1, True: 2}
 """`enum Side` of structs.h, by whether the data are columnwise."""
 
@@ -340,13 +343,13 @@ def linear_(
         rows: the left operand; bfloat16 except for `FEW_ROWS`.
         bias: (N,) float32, or None.
         out: (..., N) float32, bfloat16 or float16, contiguous.
-        kernel: `DOTS` (AVX512-BF16), `TILES` (AMX-BF16), or `FEW_ROWS`, whose sums have the order
+        kernel: `DOTS` (AVX-512), `TILES` (AMX-BF16), or `FEW_ROWS`, whose sums have the order
             that docs/numerics.md states for up to `MOST_ROWS` rows.
         across: if not None, the shape of the weight is (K, N), and the values are those of this
             part, which is all of it in one direction. Not with `FEW_ROWS`.
 
     Returns:
-        False if no kernel computes it: `DOTS` and `TILES` if the CPU does not have them.
+        False if no kernel computes it: `DOTS` without AVX-512, `TILES` without AMX.
     """
     x, factor = rows
     code, layout = DTYPES.get(out.dtype), buffer_layout(weight.quantizer, torch.Size(weight.shape))
@@ -388,6 +391,7 @@ def linear_(
             code,
             kernel,
             0 if across is None else _SIDES[columnwise],
+            PAIRS,
         )
     )
     del copies  # The kernel has read them.

@@ -7,7 +7,7 @@ from typing import Any
 
 from qtensor.core.formats import E2M1, FormatSpec
 
-ABI = 11
+ABI = 12
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}
 _SCALES = {"float32": 0, "e8m0": 1, "e4m3": 2}
 _MODES = {"rceil": 0, "floor": 1, "ceil": 2, "even": 3}

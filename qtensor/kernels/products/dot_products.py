@@ -1,4 +1,4 @@
-"""Products by the bfloat16 dot products (AVX512-BF16) and tiles (AMX-BF16) of a CPU."""
+"""Products by the dot products (AVX-512) and the bfloat16 tiles (AMX-BF16) of a CPU."""
 
 from __future__ import annotations
 
@@ -36,23 +36,28 @@ _CHUNK = 1 << 22
 
 
 class DotProducts(MatrixBackend):
-    """bfloat16 dot products with float32 sums, of operands that bfloat16 holds exactly.
+    """Dot products with float32 sums, of a left operand that bfloat16 holds exactly.
 
-    Factors of rows, columns or tensors are applied to the sums. The right operand is decoded in the
-    cache, the left one as a whole.
+    The right operand is decoded in the cache, the left one as a whole. Factors of rows, columns or
+    tensors are applied to the sums, others to the values. If bfloat16 holds the values of the right
+    operand as well, pairs may be multiplied in bfloat16 (AVX512-BF16), with the same bits.
     """
 
     name = "dot_products"
-    detail = " in bfloat16"
     kernel = native.DOTS
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        reason = _refusal(problem, _bfloat16_refusal)
+        self.detail = " in bfloat16" if reason is None else f" in float32: {reason}"
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
         """Return why dot products do not serve a problem, or None."""
-        reason = _refusal(problem)
+        reason = _refusal(problem, _left_refusal)
         if reason is not None:
             return reason
-        return None if is_available(native.linear_) else "the CPU has no bfloat16 dot products"
+        return None if is_available(native.linear_) else "the CPU has no AVX-512"
 
     def multiply(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
@@ -121,14 +126,19 @@ class Amx(DotProducts):
     @staticmethod
     def refusal(problem: Problem) -> str | None:
         """Return why tiles do not serve a problem, or None."""
-        reason = _refusal(problem)
+        reason = _refusal(problem, _bfloat16_refusal)
         if reason is not None:
             return reason
         return None if is_available(native.linear_, native.TILES) else "the CPU has no AMX-BF16"
 
 
-def _refusal(problem: Problem) -> str | None:
-    """Return why bfloat16 products with float32 sums do not serve a problem, or None."""
+def _refusal(problem: Problem, of_values: Callable[[Problem, GemmSide], str | None]) -> str | None:
+    """Return why products of a weight that is decoded in parts do not serve a problem, or None.
+
+    Args:
+        problem: the product.
+        of_values: returns why the values of an operand do not fit, or None.
+    """
     if problem.capability is not None or not problem.device.startswith("cpu"):
         return "it runs on CPUs"
     if problem.b.quantizer is None:
@@ -140,10 +150,10 @@ def _refusal(problem: Problem) -> str | None:
         problem = of_each(problem)
     if 0 in problem.sizes:
         return "a product without elements needs no kernel"
-    return sides_refusal(problem, functools.partial(_side_refusal, problem))
+    return sides_refusal(problem, lambda side: of_values(problem, side) or _side_refusal(side))
 
 
-def _side_refusal(problem: Problem, side: GemmSide) -> str | None:
+def _bfloat16_refusal(problem: Problem, side: GemmSide) -> str | None:
     """Return why bfloat16 does not hold the values of an operand; None if it does.
 
     Factors of rows and columns of the result do not count, because they are applied to the sums.
@@ -151,8 +161,16 @@ def _side_refusal(problem: Problem, side: GemmSide) -> str | None:
     exact = exact_dtypes(problem, side)
     if isinstance(exact, str):
         return exact
-    if torch.bfloat16 not in exact:
-        return f"{side.dtype} would be rounded"
+    return None if torch.bfloat16 in exact else f"{side.dtype} would be rounded"
+
+
+def _left_refusal(problem: Problem, side: GemmSide) -> str | None:
+    """Return why bfloat16 does not hold the values of the left operand; None if it does."""
+    return _bfloat16_refusal(problem, side) if side is problem.a else None
+
+
+def _side_refusal(side: GemmSide) -> str | None:
+    """Return why no kernel decodes an operand as these products need it, or None."""
     if side.quantizer is None:
         return None
     if side.rotated:

@@ -22,7 +22,7 @@ using namespace QT_NAMESPACE;
 #define QT_FUSED
 #endif
 
-constexpr int ABI = 11;
+constexpr int ABI = 12;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
 template <class Arguments>
@@ -68,7 +68,7 @@ static int run_linear(const LinearArguments& a, i64 threads) {
     const LinearCall call{
         a.quantized_x, a.turned, a.x,          i32(a.x_dtype), a.stride,      a.m,
         a.k,           a.n,      weight,       a.scale_inv,    a.row_factors, a.row_factor_step,
-        a.bias,        a.y,      i32(a.dtype), i32(threads),   i32(a.across)};
+        a.bias,        a.y,      i32(a.dtype), i32(threads),   i32(a.across), i32(a.pairs)};
     const KeepDenormals scope;
     try {
         const auto run = a.kernel == FEW_ROWS ? few_rows : a.kernel == TILES ? linear_by_tiles : linear;

@@ -297,10 +297,10 @@ struct LineDecoder {
         int lanes = 0;
         for (i64 at = first; at < end; at += lanes, block += lanes) {
             for (; block >= blocks; block -= blocks) line++;
-            // Lines with a partial block are decoded one by one, so that their whole blocks lie together; not
-            // where these are few and small.
+            // Lines with a partial block, and parts of lines, are decoded one by one, so that their whole
+            // blocks lie together; not where these are few and small.
             i64 here = W;
-            if (!flat && B >= GROUP)
+            if (B >= GROUP && (!flat || m.code_stride != blocks * bytes))
                 here = block < filled ? filled - block : 1;
             else if (!flat && blocks >= W)
                 here = blocks - block;

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "avx512_rotation.h"
+#include "cpu.h"
 #include "memory.h"
 #include "scale_layout.h"
 #include "threads.h"

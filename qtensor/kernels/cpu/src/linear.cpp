@@ -1,6 +1,6 @@
-// Products of bfloat16 x and a quantized weight by the CPU's bfloat16 dot products. A part of the weight is
-// decoded to bfloat16 in the cache and packed as panels of pairs along the contraction, which all rows of x
-// multiply. Sums are float32; factors, bias and one rounding follow.
+// Products of bfloat16 x and a quantized weight by dot products of bfloat16 pairs, or by multiply-adds of
+// float32 in the same order. A part of the weight is decoded in the cache and packed as panels, which all
+// rows of x multiply. Sums are float32; factors, bias and one rounding follow.
 
 #include "linear_tiles.h"
 
@@ -9,50 +9,130 @@ namespace QT_NAMESPACE {
 #if QT_ISA == 512
 #define BF16_DOT __attribute__((target("avx512bf16")))
 
-constexpr i64 DEPTH = 4096;  // of the contraction, so that a panel stays in the second cache level
-constexpr int HEIGHT = 6;    // rows of the result whose sums fit in the registers
-constexpr i64 STRIP = 8;     // panels whose columns are decoded together, 16 blocks of 32
-constexpr i64 ONE_THREAD_PREPARES = 1 << 16;       // elements of x: waking other threads takes longer
-constexpr i64 TURNED_TOGETHER = 32;                // columns of x, a line of memory of bfloat16
+constexpr int HEIGHT = 6;                     // rows of the result whose sums fit in the registers
+constexpr i64 STRIP = 8;                      // panels whose columns are decoded together, 16 blocks of 32
+constexpr i64 ONE_THREAD_PREPARES = 1 << 16;  // elements of x: waking other threads takes longer
+constexpr i64 TURNED_TOGETHER = 32;           // columns of x, a line of memory of bfloat16
+constexpr i64 LEAST_FLOATS = 24;              // rows of x, for a band of float32
 constexpr i64 LEAST_BAND = 256, MOST_BAND = 1024;  // rows of a strip, in the second cache level
 
-// sums (R, PANEL) += x (R, length) times the first V vectors of columns of a packed panel of pairs.
+// The sums of R rows and 16 V columns of the result. GCC keeps them in registers.
 template <int R, int V>
-BF16_DOT static void multiply(const u16* x, i64 ldx, const u32* panel, i64 length, float* sums, bool first) {
-    __m512 acc[R][V];
-    for (int r = 0; r < R; r++)
-        for (int j = 0; j < V; j++)
-            acc[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + j * 16);
-    i64 k = 0;
-    for (; k + 1 < length; k += 2, panel += PANEL)
-        for (int r = 0; r < R; r++) {
-            const __m512bh a = (__m512bh)_mm512_set1_epi32(load<i32>(x + r * ldx + k));
+struct Sums {
+    __m512 at[R][V];
+    ALWAYS_INLINE Sums(const float* sums, bool first) {
+        for (int r = 0; r < R; r++)
             for (int j = 0; j < V; j++)
-                acc[r][j] = _mm512_dpbf16_ps(acc[r][j], a, (__m512bh)_mm512_loadu_si512(panel + j * 16));
+                at[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + j * 16);
+    }
+    ALWAYS_INLINE void store(float* sums) const {
+        for (int r = 0; r < R; r++)
+            for (int j = 0; j < V; j++) _mm512_storeu_ps(sums + r * PANEL + j * 16, at[r][j]);
+    }
+};
+
+// Operands as bfloat16, of which two along the contraction are packed as a pair.
+struct Pairs {
+    using Type = Bfloat16;
+    using Packed = u32;
+    static constexpr i64 PACKED = 2;
+    static constexpr i64 DEPTH = 2048;  // pairs of a panel, so that it stays in the second cache level
+    i64 stride;                         // of x
+    explicit Pairs(const LinearCall& c) : stride(c.stride) {}
+
+    const u16* rows(const LinearCall& c, i64 m, i64, i64 k, i64) const {
+        return (const u16*)c.x + m * c.stride + k;
+    }
+    static void pack(const u16* rows, i64 ld, i64 length, i64 count, u32* packed) {
+        pack_columns(rows, ld, length, length, count, packed);
+    }
+    // sums (R, PANEL) += x (R, length) times the first V vectors of columns of a packed panel.
+    template <int R, int V>
+    BF16_DOT void multiply(const u16* x, const u32* panel, i64 length, float* to, bool first) const {
+        Sums<R, V> sums(to, first);
+        i64 k = 0;
+        for (; k + 1 < length; k += 2, panel += PANEL)
+            for (int r = 0; r < R; r++) {
+                const __m512bh a = (__m512bh)_mm512_set1_epi32(load<i32>(x + r * stride + k));
+                for (int j = 0; j < V; j++) add(sums.at[r][j], a, panel + j * 16);
+            }
+        for (int r = 0; r < R && k < length; r++) {
+            const __m512bh a = (__m512bh)_mm512_set1_epi32(x[r * stride + k]);
+            for (int j = 0; j < V; j++) add(sums.at[r][j], a, panel + j * 16);
         }
-    for (int r = 0; r < R && k < length; r++) {
-        const __m512bh a = (__m512bh)_mm512_set1_epi32(x[r * ldx + k]);
-        for (int j = 0; j < V; j++)
-            acc[r][j] = _mm512_dpbf16_ps(acc[r][j], a, (__m512bh)_mm512_loadu_si512(panel + j * 16));
+        sums.store(to);
     }
-    for (int r = 0; r < R; r++)
-        for (int j = 0; j < V; j++) _mm512_storeu_ps(sums + r * PANEL + j * 16, acc[r][j]);
-}
-template <int V, int R = HEIGHT>
-static void multiply_rows(i64 rows, const u16* x, i64 ldx, const u32* panel, i64 length, float* sums,
-                          bool first) {
+    BF16_DOT ALWAYS_INLINE static void add(__m512& sum, __m512bh a, const u32* pairs) {
+        sum = _mm512_dpbf16_ps(sum, a, (__m512bh)_mm512_loadu_si512(pairs));
+    }
+};
+
+// Operands as float32, which holds any factors.
+struct Floats {
+    using Type = Float32;
+    using Packed = float;
+    static constexpr i64 PACKED = 1;
+    static constexpr i64 DEPTH = 128, stride = 1040;  // x and a panel stay in the first cache level
+    const Array<float> x;
+    explicit Floats(const LinearCall&) : x(HEIGHT * stride) {}
+
+    const float* rows(const LinearCall& c, i64 m, i64 count, i64 k, i64 length) const {
+        for (i64 r = 0; r < count; r++) {
+            const u16* from = (const u16*)c.x + (m + r) * c.stride + k;
+            for (i64 i = 0; i < length; i += W) {
+                const __mmask16 mask = length - i < W ? __mmask16((1 << (length - i)) - 1) : __mmask16(-1);
+                const __m512i v = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + i));
+                _mm512_storeu_si512(x + r * stride + i, _mm512_slli_epi32(v, 16));
+            }
+        }
+        return x;
+    }
+    static void pack(const float* rows, i64 ld, i64 length, i64 count, float* packed) {
+        for (i64 k = 0; k < length; k++, rows += ld, packed += PANEL) {
+            memcpy(packed, rows, sizeof(float) * size_t(count));
+            memset(packed + count, 0, sizeof(float) * size_t(PANEL - count));
+        }
+    }
+    template <int R, int V>
+    void multiply(const float* x, const float* panel, i64 length, float* to, bool first) const {
+        Sums<R, V> sums(to, first);
+        const auto step = [&](i64 k) __attribute__((always_inline)) {
+            for (int j = 0; j < V; j++) {
+                const __m512 b = _mm512_loadu_ps(panel + k * PANEL + j * 16);
+                for (int r = 0; r < R; r++)
+                    sums.at[r][j] = _mm512_fmadd_ps(_mm512_set1_ps(x[r * stride + k]), b, sums.at[r][j]);
+            }
+        };
+        i64 k = 0;
+        for (; k + 1 < length; k += 2) step(k + 1), step(k);  // the order of dot products
+        if (k < length) step(k);
+        sums.store(to);
+    }
+};
+static_assert(MOST_BAND <= Floats::stride && Floats::DEPTH <= Floats::stride, "memory for rows of x");
+
+template <int V, int R = HEIGHT, class Kind, class X>
+static void multiply_rows(const Kind& kind, i64 rows, const X* x, const typename Kind::Packed* panel,
+                          i64 length, float* sums, bool first) {
     if constexpr (R > 1) {
-        if (rows < R) return multiply_rows<V, R - 1>(rows, x, ldx, panel, length, sums, first);
+        if (rows < R) return multiply_rows<V, R - 1>(kind, rows, x, panel, length, sums, first);
     }
-    multiply<R, V>(x, ldx, panel, length, sums, first);
+    kind.template multiply<R, V>(x, panel, length, sums, first);
 }
 // sums (rows, PANEL) += rows of x (`length` elements from k on) times `count` columns of a packed panel.
-static void multiply_panel(const LinearCall& c, const RowRange& rows, i64 k, i64 length, const u32* panel,
-                           i64 count, float* sums) {
-    const auto run = count <= 16 ? multiply_rows<1> : count <= 32 ? multiply_rows<2> : multiply_rows<4>;
-    for (i64 m = rows.first; m < rows.end; m += HEIGHT)
-        run(smaller(rows.end - m, HEIGHT), (const u16*)c.x + m * c.stride + k, c.stride, panel, length,
-            sums + (m - rows.first) * PANEL, k == 0);
+template <class Kind>
+static void multiply_panel(const Kind& kind, const LinearCall& c, const RowRange& rows, i64 k, i64 length,
+                           const typename Kind::Packed* panel, i64 count, float* sums) {
+    for (i64 m = rows.first; m < rows.end; m += HEIGHT, sums += HEIGHT * PANEL) {
+        const i64 height = smaller(rows.end - m, HEIGHT);
+        const auto* x = kind.rows(c, m, height, k, length);
+        if (count <= 16)
+            multiply_rows<1>(kind, height, x, panel, length, sums, k == 0);
+        else if (count <= 32)
+            multiply_rows<2>(kind, height, x, panel, length, sums, k == 0);
+        else
+            multiply_rows<4>(kind, height, x, panel, length, sums, k == 0);
+    }
 }
 
 static void finish_panel(const LinearCall& c, const WeightRows& weight, const RowRange& rows,
@@ -62,25 +142,31 @@ static void finish_panel(const LinearCall& c, const WeightRows& weight, const Ro
 }
 
 // A weight (n, k): each panel is decoded from the rows of its columns, and transposed.
+template <class Kind>
 static void along(const LinearCall& c, const WeightRows& weight) {
-    const i64 pairs = (c.k + 1) / 2, length = 2 * pairs;
+    using T = typename Kind::Type::T;
+    using Packed = typename Kind::Packed;
+    constexpr i64 PACKED = Kind::PACKED, DEPTH = Kind::DEPTH;
+    const i64 width = (c.k + PACKED - 1) / PACKED, length = PACKED * width;
     share(c, 1, 1, [&](i64 first, i64 end, const RowRange& m) {
-        const Array<u16> rows(PANEL * length);
-        const Array<u32> packed(PANEL * smaller(pairs, DEPTH / 2));
+        const Array<T> rows(PANEL * length);
+        const Array<Packed> packed(PANEL * smaller(width, DEPTH));
         const Array<float> sums((m.end - m.first) * PANEL);
+        const Kind kind(c);
         for (i64 p = first; p < end; p++) {
             const i64 n0 = p * PANEL, count = smaller(c.n - n0, PANEL);
-            weight.decode(n0, count, 0, c.k, rows);
+            weight.decode<typename Kind::Type>(n0, count, 0, c.k, rows);
             for (i64 i = count; length > c.k && i-- > 0;) {
-                memmove(rows + i * length, rows + i * c.k, sizeof(u16) * size_t(c.k));
+                memmove(rows + i * length, rows + i * c.k, sizeof(T) * size_t(c.k));
                 rows[i * length + c.k] = 0;
             }
-            memset(rows + count * length, 0, sizeof(u16) * size_t((PANEL - count) * length));
-            for (i64 k = 0; k < pairs; k += DEPTH / 2) {
-                const i64 depth = smaller(pairs - k, DEPTH / 2);
-                transpose<float>((const float*)(u16*)rows + k, pairs, (float*)(u32*)packed, PANEL, PANEL,
+            memset(rows + count * length, 0, sizeof(T) * size_t((PANEL - count) * length));
+            for (i64 k = 0; k < width; k += DEPTH) {
+                const i64 depth = smaller(width - k, DEPTH);
+                transpose<float>((const float*)(T*)rows + k, width, (float*)(Packed*)packed, PANEL, PANEL,
                                  depth);
-                multiply_panel(c, m, 2 * k, smaller(c.k - 2 * k, 2 * depth), packed, count, sums);
+                multiply_panel(kind, c, m, PACKED * k, smaller(c.k - PACKED * k, PACKED * depth),
+                               (Packed*)packed, count, sums);
             }
             finish_panel(c, weight, m, sums, n0);
         }
@@ -88,25 +174,29 @@ static void along(const LinearCall& c, const WeightRows& weight) {
 }
 
 // A weight (k, n): bands of the rows of a strip of panels are decoded, and packed a panel at a time.
+template <class Kind>
 static void across(const LinearCall& c, const WeightRows& weight) {
+    using T = typename Kind::Type::T;
+    using Packed = typename Kind::Packed;
     // A band has about as many bytes as the sums, which are read and written once a band.
     const i64 height =
         smaller(c.m > LEAST_BAND / 2 ? smaller(2 * c.m, MOST_BAND) / 128 * 128 : LEAST_BAND, c.k);
     share(c, BLOCK_PANELS, 1, [&](i64 first, i64 end, const RowRange& m) {
         const i64 rows = m.end - m.first, most = smaller(STRIP, end - first);
-        const Array<u16> band(height * most * PANEL);
-        const Array<u32> packed(PANEL * ((height + 1) / 2));
+        const Array<T> band(height * most * PANEL);
+        const Array<Packed> packed(PANEL * ((height + Kind::PACKED - 1) / Kind::PACKED));
         const Array<float> sums(most * rows * PANEL);
+        const Kind kind(c);
         for (i64 p = first; p < end; p += STRIP) {
             const i64 panels = smaller(end - p, STRIP), left = p * PANEL;
             const i64 width = smaller(c.n - left, panels * PANEL);
             for (i64 k = 0; k < c.k; k += height) {
                 const i64 depth = smaller(c.k - k, height);
-                weight.decode(k, depth, left, width, band);
+                weight.decode<typename Kind::Type>(k, depth, left, width, band);
                 for (i64 i = 0; i < panels; i++) {
                     const i64 count = smaller(width - i * PANEL, PANEL);
-                    pack_columns(band + i * PANEL, width, depth, depth, count, packed);
-                    multiply_panel(c, m, k, depth, packed, count, sums + i * rows * PANEL);
+                    Kind::pack(band + i * PANEL, width, depth, count, packed);
+                    multiply_panel(kind, c, m, k, depth, (Packed*)packed, count, sums + i * rows * PANEL);
                 }
             }
             for (i64 i = 0; i < panels; i++)
@@ -143,18 +233,28 @@ public:
 
 static bool serves(const CQuantizer& p, const LinearCall& c) {
     if (p.rotated == (c.across == COLUMNWISE ? COLUMNWISE : ROWWISE)) return false;
-    if (c.across == COLUMNWISE && p.transposed) return false;  // these codes lie along the contraction
-    // Factors of rows of (k, n) do not follow the sums.
-    return p.family != (c.across ? ROW : COLUMN) && !(c.across == ROWWISE && p.row_scaled);
+    return c.across != COLUMNWISE || !p.transposed;  // these codes lie along the contraction
+}
+
+// Whether bfloat16 holds the values of the weight without the factors that follow the sums.
+static bool bfloat16_holds(const CQuantizer& p, const LinearCall& c) {
+    return WeightRows::factors_follow(p, c.across) && (p.family != BLOCK || p.scale != SCALE_F32 || p.pow2);
 }
 #endif
 
 bool linear([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearCall& c) {
 #if QT_ISA == 512
-    if (!__builtin_cpu_supports("avx512bf16") || !serves(p, c)) return false;
+    if (!serves(p, c)) return false;
     const DecodedCall x(c);
-    if (x.done) (c.across ? across : along)(x.call, WeightRows(p, x.call));
-    return x.done;
+    if (!x.done) return false;
+    const WeightRows weight(p, x.call);
+    // Bands of float32 take longer to decode, and few rows do not make up for that.
+    const bool few = c.pairs < 0 && c.across && c.m < LEAST_FLOATS;
+    if (bfloat16_holds(p, c) && uses_pairs(few ? 1 : c.pairs))
+        (c.across ? across<Pairs> : along<Pairs>)(x.call, weight);
+    else
+        (c.across ? across<Floats> : along<Floats>)(x.call, weight);
+    return true;
 #else
     return false;
 #endif
@@ -162,7 +262,7 @@ bool linear([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearC
 
 bool linear_by_tiles([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearCall& c) {
 #if QT_ISA == 512
-    if (!has_tiles() || !serves(p, c)) return false;
+    if (!has_tiles() || !serves(p, c) || !bfloat16_holds(p, c)) return false;
     const DecodedCall x(c);
     const WeightRows weight(p, x.call);
     if (x.done) TileProduct(x.call, weight).run();

@@ -5,6 +5,7 @@
 
 #include "avx512_rotation.h"
 #include "calls.h"
+#include "cpu.h"
 #include "memory.h"
 #include "threads.h"
 
@@ -32,7 +33,7 @@ static void share(const LinearCall& c, i64 unit, i64 row_unit, const F& f) {
         parallel(panels, unit, c.threads, [&](i64 a, i64 b) { f(a, b, RowRange{0, c.m}); });
 }
 
-// Decodes rows of the weight to bfloat16, without the factors that follow the sums.
+// Decodes rows of the weight, without the factors that follow the sums.
 struct WeightRows {
     CQuantizer quantizer;
     DequantizeCall call{};
@@ -43,11 +44,13 @@ struct WeightRows {
 
     WeightRows(const CQuantizer& p, const LinearCall& c)
         : quantizer(p), global(c.weight.amax ? p.row_scaled ? c.n : 1 : 0) {
-        call.dtype = BF16, call.threads = 1;
+        call.threads = 1;
         call.rows = c.across ? c.k : c.n, call.cols = c.across ? c.n : c.k;
         Buffers& side = c.across == COLUMNWISE ? call.column : call.row;
         side = c.weight, side.amax = nullptr;
-        if (p.family == BLOCK) {
+        if (!factors_follow(p, c.across)) {
+            side.amax = c.weight.amax, call.scale_inv = c.scale_inv;
+        } else if (p.family == BLOCK) {
             quantizer.row_scaled = 0;
             factors = global, factor_step = p.row_scaled;
             for (i64 i = 0; factors && i < (p.row_scaled ? c.n : 1); i++)
@@ -59,11 +62,17 @@ struct WeightRows {
     }
     WeightRows(const WeightRows&) = delete;
 
-    // Rows first .. of the stored matrix, their columns left .. .
-    void decode(i64 first, i64 count, i64 left, i64 width, u16* out) const {
+    // Whether factors of lines of the weight are those of columns of the result.
+    static bool factors_follow(const CQuantizer& p, i32 across) {
+        return p.family != (across ? ROW : COLUMN) && !(across == ROWWISE && p.row_scaled);
+    }
+    // Rows first .. of the stored matrix, their columns left .. , as values of the type D.
+    template <class D>
+    void decode(i64 first, i64 count, i64 left, i64 width, typename D::T* out) const {
         DequantizeCall part = call;
-        part.first = first, part.count = count, part.left = left, part.width = width, part.y = out;
-        dequantize_as<Bfloat16>(quantizer, part);
+        part.dtype = D::id, part.y = out;
+        part.first = first, part.count = count, part.left = left, part.width = width;
+        dequantize_as<D>(quantizer, part);
     }
 };
 

@@ -211,7 +211,7 @@ struct TileProduct {
         const i64 unit = x_left ? PANEL : width;
         for (i64 i = 0; i < width; i += unit) {
             const i64 rows = smaller(width - i, unit);
-            weight.decode(left + i, rows, k, count, decoded);
+            weight.decode<Bfloat16>(left + i, rows, k, count, decoded);
             if (count < high) pad_rows(decoded, count, rows, count, high, decoded);
             if (x_left)
                 transpose_lines<float>((const float*)decoded, high / 2, (float*)(pairs + i * high / 2), PANEL,
@@ -222,7 +222,7 @@ struct TileProduct {
         const i64 rows = length(k), high = padded(k);
         for (i64 r = 0; r < rows; r += PART) {
             const i64 count = smaller(rows - r, PART), filled = r + count < rows ? count : high - r;
-            weight.decode(k + r, count, left, width, decoded);
+            weight.decode<Bfloat16>(k + r, count, left, width, decoded);
             for (i64 i = 0; i < width; i += PANEL)
                 pack_columns(decoded + i, width, count, filled, smaller(width - i, PANEL),
                              pairs + (i * high + r * PANEL) / 2);

@@ -1,8 +1,6 @@
 // Temporary memory of a kernel: given back when it goes out of scope, also when an allocation elsewhere
-// fails. Sizes of caches.
+// fails.
 #pragma once
-#include <unistd.h>
-
 #include <memory>
 #include <new>
 #include <utility>
@@ -10,16 +8,6 @@
 #include "structs.h"
 
 namespace QT_NAMESPACE {
-
-// Return the size of the first data cache level in bytes, or 32 KiB if the system does not report it.
-static inline i64 first_cache_bytes() {
-#ifdef _SC_LEVEL1_DCACHE_SIZE
-    static const i64 bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-#else
-    static const i64 bytes = 0;
-#endif
-    return bytes > 0 ? bytes : 32 << 10;
-}
 
 // Elements of an output that would push everything else out of the cache: stores of more go around it.
 constexpr i64 STREAMED = i64(8) << 20;

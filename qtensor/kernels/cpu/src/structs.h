@@ -94,6 +94,9 @@ struct LinearCall {
     // The weight is (n, k), rowwise (NO_SIDE), or (k, n), of which the data of this Side are read. few_rows()
     // reads the first kind alone.
     i32 across;
+    // Whether to use dot products of bfloat16 pairs where they give the same bits, or else multiply-adds of
+    // float32; -1 for the faster way.
+    i32 pairs;
 };
 
 struct DequantizeCall {
@@ -172,6 +175,7 @@ struct LinearArguments {
     const float* bias;
     void* y;
     i64 dtype, kernel, across;
+    i64 pairs = -1;  // whether to use dot products of bfloat16 pairs, 0 or 1; -1 for the faster way
 };
 // An operand of a product of integers, as lines along the contraction. Strides count bytes; those of a line's
 // bytes or of lines are 1.

@@ -2,6 +2,7 @@
 // multiply all rows of queries that share a head of keys; no decoded row leaves the caches.
 #include <atomic>
 
+#include "../cpu.h"
 #include "../threads.h"
 #include "codes_avx512.h"
 #include "groups.h"
@@ -16,9 +17,6 @@ constexpr double ONE_THREAD = 1 << 18;
 
 #if QT_ISA == 512
 Products dot_products(const StoredRows& s, bool in_registers);
-// Whether bfloat16 dot products are the fastest: Intel's processors take two cycles for one, and have two
-// units for float32 products.
-static bool prefers_dots() { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"); }
 #endif
 
 // How the rows of a side are decoded and multiplied. `in_registers`: without tiles of decoded numbers, which
@@ -32,7 +30,7 @@ struct Way {
         if (!s.narrow()) return;
         pairs = true;
         in_registers = c.rows() <= MOST_ROWS;
-        dots = c.q_dtype == BF16 && (c.dots < 0 ? prefers_dots() : c.dots);
+        dots = c.q_dtype == BF16 && uses_pairs(c.dots);
         if (!s.plain())
             with_element(s.element, [&](auto type) { table = QT_NAMESPACE::table<decltype(type)>().low; });
         if (dots)
