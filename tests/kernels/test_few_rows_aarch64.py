@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,15 +35,15 @@ class Remote(Emulated):
     """Bytes of the weight's buffers, by word."""
 
     def linear(self, packed: bytes) -> int:
-        """Compute one call, whose 19 words are those of `native.linear_`."""
-        words = struct.unpack("=19q", packed)
-        dtype, stride, rows, cols, count = words[2:7]
+        """Compute one call, whose words are those of `native.linear_` (`LinearArguments`)."""
+        words = native.LINEAR.unpack(packed)
+        dtype, stride, rows, cols, count = words[4:9]
         item = (4, 2, 2)
-        sizes = {0: ctypes.sizeof(CQuantizer), 1: ((rows - 1) * stride + cols) * item[dtype]}
-        sizes |= {**self.known, 12: 4 * (rows if words[13] else 1), 14: 4 * count}
+        sizes = {0: ctypes.sizeof(CQuantizer), 3: ((rows - 1) * stride + cols) * item[dtype]}
+        sizes |= {**self.known, 14: 4 * (rows if words[15] else 1), 16: 4 * count}
         held = [(8 * i, ctypes.string_at(words[i], size)) for i, size in sizes.items() if words[i]]
-        held.append((8 * 15, bytes(rows * count * item[words[16]])))
-        ctypes.memmove(words[15], self.call(packed, held), len(held[-1][1]))
+        held.append((8 * 17, bytes(rows * count * item[words[18]])))
+        ctypes.memmove(words[17], self.call(packed, held), len(held[-1][1]))
         return 0
 
 
@@ -62,7 +61,7 @@ def remote(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
         read = (*layout.read_positions(columnwise=False), SHARED)
         for slot, position, _, _ in layout.slots:
             if position in read:
-                found.known[8 + read.index(position)] = weight.buffers[slot].nbytes
+                found.known[10 + read.index(position)] = weight.buffers[slot].nbytes
         return linear_(weight, *rest, **options)
 
     monkeypatch.setattr(native, "linear_", sized)

@@ -46,7 +46,7 @@ _PRODUCTS = 4
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
 _DEQUANTIZE = struct.Struct("=15q")
-_LINEAR = struct.Struct("=22q")
+LINEAR = struct.Struct("=22q")
 DOTS, FEW_ROWS, TILES = 0, 1, 2
 """`enum LinearKernel` of structs.h: what `linear_` multiplies with."""
 PAIRS = -1
@@ -371,7 +371,7 @@ def linear_(
         return False
     work = max(count, _PRODUCTS) * columns * length // _PRODUCTS
     status = kernels.handle.qt_linear(
-        _LINEAR.pack(
+        LINEAR.pack(
             layout.address,
             0,  # x is not quantized,
             0,  # and not transposed.

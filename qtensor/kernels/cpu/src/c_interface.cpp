@@ -64,11 +64,8 @@ static int call_kernel([[maybe_unused]] i64 dtype, const F& f) {
 
 #ifdef QT_LINEAR
 static int run_linear(const LinearArguments& a, i64 threads) {
-    const Buffers weight{a.weight.data, a.weight.scale, a.weight.amax, nullptr};
-    const LinearCall call{
-        a.quantized_x, a.turned, a.x,          i32(a.x_dtype), a.stride,      a.m,
-        a.k,           a.n,      weight,       a.scale_inv,    a.row_factors, a.row_factor_step,
-        a.bias,        a.y,      i32(a.dtype), i32(threads),   i32(a.across), i32(a.pairs)};
+    LinearCall call = call_of(a);
+    call.threads = i32(threads);
     const KeepDenormals scope;
     try {
         const auto run = a.kernel == FEW_ROWS ? few_rows : a.kernel == TILES ? linear_by_tiles : linear;

@@ -15,6 +15,13 @@ inline DequantizeCall call_of(const DequantizeArguments& a) {
             a.cols, buffers(a.row), buffers(a.column), a.scale_inv};
 }
 
+inline LinearCall call_of(const LinearArguments& a) {
+    const Buffers weight{a.weight.data, a.weight.scale, a.weight.amax, nullptr};
+    return {a.quantized_x, a.turned, a.x,          i32(a.x_dtype), a.stride,      a.m,
+            a.k,           a.n,      weight,       a.scale_inv,    a.row_factors, a.row_factor_step,
+            a.bias,        a.y,      i32(a.dtype), i32(a.threads), i32(a.across), i32(a.pairs)};
+}
+
 template <class D>
 bool quantize_as(const CQuantizer& quantizer, const QuantizeCall& call);
 template <class D>
