@@ -306,9 +306,22 @@ static void blocks(const CQuantizer& p, const DequantizeCall& c, bool stream) {
         const ScaleLayout s = stored_scale_layout_of(p, c.row, c.rows, c.cols, false);
         const i64 stride = line_bytes(c.cols, rotated);
         const u8* codes = c.row.data + c.first * stride + c.left / B * Decoder::bytes;
-        const DecodeLines<T> m{codes, c.count, c.width, stride, (T*)c.y, c.width, c.first, c.left / B};
-        parallel(m.count * ((m.length + B - 1) / B), 4 * W, c.threads,
-                 [&](i64 a, i64 b) { Decoder(m, p, s, c.row.amax, rotated, stream).run(a, b); });
+        // Elements left .. left + length of all lines, counted from the first of a block on.
+        const auto decode = [&](i64 left, i64 length) {
+            const DecodeLines<T> m{codes + left / B * Decoder::bytes,
+                                   c.count,
+                                   length,
+                                   stride,
+                                   (T*)c.y + left,
+                                   c.width,
+                                   c.first,
+                                   (c.left + left) / B};
+            parallel(m.count * ((m.length + B - 1) / B), 4 * W, c.threads,
+                     [&](i64 a, i64 b) { Decoder(m, p, s, c.row.amax, rotated, stream).run(a, b); });
+        };
+        const i64 rest = rotated || (c.width % B == 0 && c.width == c.cols) ? 0 : c.width % Decoder::UNIT;
+        if (c.width > rest) decode(0, c.width - rest);
+        if (rest) decode(c.width - rest, rest);
     } else if (p.transposed) {
         const bool rotated = p.rotated == COLUMNWISE;
         const ScaleLayout s = stored_scale_layout_of(p, c.column, c.cols, c.rows, true);

@@ -254,6 +254,7 @@ template <class D, class E, int B, int Codes>
 struct LineDecoder {
     using T = typename D::T;
     static constexpr int bytes = B * unit_of(Codes) / Codes;
+    static constexpr int UNIT = B > GROUP ? B : GROUP;  // elements that kernels read and write together
     const DecodeLines<T>& m;
     const CQuantizer& p;
     const ScaleLayout& s;
@@ -291,34 +292,28 @@ struct LineDecoder {
     }
 
     void run(i64 first, i64 end) {
-        const bool flat = m.length % B == 0;
-        const i64 filled = m.length / B;  // blocks of a line
+        // Lines without gaps are decoded as one, lines of whole groups one by one, where they lie. Shorter ones
+        // are gathered.
+        const bool joined = m.length % B == 0 && m.code_stride == blocks * bytes && m.stride == m.length;
+        const bool one_by_one = !joined && m.length % UNIT == 0 && !rotated;
         i64 line = first / blocks, block = first % blocks;
-        int lanes = 0;
+        i64 lanes = 0;
         for (i64 at = first; at < end; at += lanes, block += lanes) {
             for (; block >= blocks; block -= blocks) line++;
-            // Lines with a partial block, and parts of lines, are decoded one by one, so that their whole
-            // blocks lie together; not where these are few and small.
-            i64 here = W;
-            if (B >= GROUP && (!flat || m.code_stride != blocks * bytes))
-                here = block < filled ? filled - block : 1;
-            else if (!flat && blocks >= W)
-                here = blocks - block;
-            lanes = int(smaller(smaller(end - at, W), here));
-            const bool whole = (lanes == W || B >= GROUP) && block + lanes <= filled;
-            const bool in = whole || (lanes == W && flat && m.code_stride == blocks * bytes);
-            const bool out = whole || (lanes == W && flat && m.stride == m.length);
+            lanes = smaller(end - at, one_by_one ? smaller(W, blocks - block) : W);
+            const bool whole = one_by_one || (joined && lanes * B % UNIT == 0 && (!rotated || lanes == W));
             const u8* codes = m.codes + line * m.code_stride + block * bytes;
             T* y = m.y + line * m.stride + block * B;
-            if (!in) gather(line, block, lanes);
-            const bool stream = out && nontemporal && (uintptr_t(y) & (GROUP - 1)) == 0;
-            if (!in) codes = gathered;
-            if (!out) y = scattered;
-            if (!quick(line, block, lanes, codes, y, stream)) {
-                factors(line, block, lanes);
-                strip(codes, y, lanes, stream);
+            const bool stream = whole && nontemporal && (uintptr_t(y) & (GROUP - 1)) == 0;
+            if (!whole) {
+                gather(line, block, int(lanes));
+                codes = gathered, y = scattered;
             }
-            if (!out) scatter(line, block, lanes);
+            if (!quick(line, block, int(lanes), codes, y, stream)) {
+                factors(line, block, int(lanes));
+                strip(codes, y, int(lanes), stream);
+            }
+            if (!whole) scatter(line, block, int(lanes));
         }
     }
 
@@ -330,42 +325,50 @@ struct LineDecoder {
         return false;
     }
 
-    // Factors of narrow codes that lie side by side.
-    bool quick_factors(i64 line, i64 block) {
-        const u8* p = s.base + s.at(m.line0 + line, m.block0 + block);
-        u8 t[W];
-        if (s.tiles) {
-            if ((m.block0 + block) % 4) return false;
-            for (int b = 0; b < W; b += 4)
-                memcpy(t + b, s.base + s.at(m.line0 + line, m.block0 + block + b), 4);
-            p = t;
+    // Codes of factors of a byte that lie side by side; those behind the lanes stay. False if they do not.
+    bool read_codes(i64 line, i64 block, int lanes, u8 codes[W]) const {
+        if (block + lanes > blocks) return false;
+        const u8* from = s.base + s.at(m.line0 + line, m.block0 + block);
+        if (!s.tiles) {
+            if (s.block_stride != 1) return false;
+            memcpy(codes, from, size_t(lanes));
+            return true;
         }
-        VI c = widen(p);
-        if (p_scale_e8m0()) {
-            VI f = c == all(0) ? all(0x00400000) : c << 23;
+        if ((m.block0 + block) % 4) return false;
+        for (int b = 0; b < lanes; b += 4)  // tiles are whole
+            memcpy(codes + b, s.base + s.at(m.line0 + line, m.block0 + block + b), 4);
+        return true;
+    }
+    bool quick_factors(i64 line, i64 block, int lanes) {
+        constexpr u8 ONE_E8M0 = 127, ONE_E4M3 = 56;
+        u8 codes[W];
+        memset(codes, p.scale == SCALE_E8M0 ? ONE_E8M0 : ONE_E4M3, W);
+        if (!read_codes(line, block, lanes, codes)) return false;
+        const VI c = widen(codes);
+        if (p.scale == SCALE_E8M0) {
+            const VI f = c == all(0) ? all(0x00400000) : c << 23;
             store(factor, (VF)(c == all(255) ? all(0x7fc00000) : f));
             return true;
         }
         if (any(c >= all(0x7f))) return false;
-        VF small = __builtin_convertvector(c, VF) * all(0x1p-9f);
+        const VF small = __builtin_convertvector(c, VF) * all(0x1p-9f);
         store(factor, c < all(8) ? small : (VF)((c << 20) + all(120 << 23)));
         return true;
     }
-    bool p_scale_e8m0() const { return p.scale == SCALE_E8M0; }
 
     void factors(i64 line, i64 block, int lanes) {
-        const bool side_by_side = p.scale != SCALE_F32 && !p.row_scaled && lanes == W && block + W <= blocks;
-        if (side_by_side && (s.tiles || s.block_stride == 1) && quick_factors(line, block)) return;
-        for (int b = 0; b < W; b++) {
-            factor[b] = b < lanes ? read(line, block) : 1.0f;  // which every fast path takes
-            if (p.scale == SCALE_E4M3 && p.row_scaled)
-                global[b] = b < lanes ? amax[m.line0 + line] / p.global_divisor : 0.0f;
-            if (b + 1 < lanes && ++block == blocks) {
+        if (p.scale != SCALE_F32 && !p.row_scaled && quick_factors(line, block, lanes)) return;
+        store(factor, all(1.0f));  // which every fast path takes
+        for (int b = 0; b < lanes; b++) {
+            factor[b] = read(line, block);
+            if (p.row_scaled) global[b] = amax[m.line0 + line] / p.global_divisor;
+            if (++block == blocks) {
                 block = 0;
                 line++;
             }
         }
     }
+
     // Bytes of the codes that a line has in a block.
     i64 stored(i64 block) const {
         const i64 n = m.length - block * B;
@@ -400,11 +403,7 @@ struct LineDecoder {
             nv = NvTable(amax[m.line0 + (known_line = line)] / p.global_divisor);
         if (!nv.fit || rotated || (p.row_scaled && block + lanes > blocks)) return false;
         alignas(16) u8 stored[W] = {};
-        if (lanes == W && block + W <= blocks &&
-            (s.tiles ? (m.block0 + block) % 4 == 0 : s.block_stride == 1)) {
-            for (int b = 0; b < W; b += 4)
-                memcpy(stored + b, s.base + s.at(m.line0 + line, m.block0 + block + b), 4);
-        } else {
+        if (!read_codes(line, block, lanes, stored)) {
             for (int b = 0; b < lanes; b++) {
                 stored[b] = s.base[s.at(m.line0 + line, m.block0 + block)];
                 if (++block == blocks) {
