@@ -292,8 +292,8 @@ struct LineDecoder {
     }
 
     void run(i64 first, i64 end) {
-        // Lines without gaps are decoded as one, lines of whole groups one by one, where they lie. Shorter ones
-        // are gathered.
+        // Lines without gaps are decoded as one, lines of whole groups one by one, where they lie. Shorter
+        // ones are gathered.
         const bool joined = m.length % B == 0 && m.code_stride == blocks * bytes && m.stride == m.length;
         const bool one_by_one = !joined && m.length % UNIT == 0 && !rotated;
         i64 line = first / blocks, block = first % blocks;

@@ -1,6 +1,6 @@
 // Products of bfloat16 x and a quantized weight by dot products of bfloat16 pairs, or by multiply-adds of
-// float32 in the same order. A part of the weight is decoded in the cache and packed as panels, which all
-// rows of x multiply. Sums are float32; factors, bias and one rounding follow.
+// float32 in the same order. A part of the weight is decoded in the cache, and all rows of x multiply its
+// panels of columns. Sums are float32; factors, bias and one rounding follow.
 
 #include "linear_tiles.h"
 
@@ -13,8 +13,9 @@ constexpr int HEIGHT = 6;                     // rows of the result whose sums f
 constexpr i64 STRIP = 8;                      // panels whose columns are decoded together, 16 blocks of 32
 constexpr i64 ONE_THREAD_PREPARES = 1 << 16;  // elements of x: waking other threads takes longer
 constexpr i64 TURNED_TOGETHER = 32;           // columns of x, a line of memory of bfloat16
-constexpr i64 LEAST_FLOATS = 24;              // rows of x, for a band of float32
-constexpr i64 LEAST_BAND = 256, MOST_BAND = 1024;  // rows of a strip, in the second cache level
+constexpr i64 BAND_ROWS = 256;                // rows of a strip that are decoded together
+constexpr i64 LEAST_PAIRED = 3;               // rows of x for which packing a band as pairs pays
+constexpr i64 LEAST_WIDENED = 129;            // rows of x for which decoding a band to float32 pays
 
 // The sums of R rows and 16 V columns of the result. GCC keeps them in registers.
 template <int R, int V>
@@ -29,6 +30,22 @@ struct Sums {
         for (int r = 0; r < R; r++)
             for (int j = 0; j < V; j++) _mm512_storeu_ps(sums + r * PANEL + j * 16, at[r][j]);
     }
+    ALWAYS_INLINE void reorder(__m512i low, __m512i high) {
+        for (int r = 0; r < R; r++)
+            for (int j = 0; j + 1 < V; j += 2) {
+                const __m512 a = at[r][j], b = at[r][j + 1];
+                at[r][j] = _mm512_permutex2var_ps(a, low, b);
+                at[r][j + 1] = _mm512_permutex2var_ps(a, high, b);
+            }
+    }
+    ALWAYS_INLINE void split_columns() {  // even columns before odd ones
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        reorder(even, _mm512_add_epi32(even, _mm512_set1_epi32(1)));
+    }
+    ALWAYS_INLINE void join_columns() {
+        const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        reorder(low, _mm512_add_epi32(low, _mm512_set1_epi32(8)));
+    }
 };
 
 // Operands as bfloat16, of which two along the contraction are packed as a pair.
@@ -38,15 +55,20 @@ struct Pairs {
     static constexpr i64 PACKED = 2;
     static constexpr i64 DEPTH = 2048;  // pairs of a panel, so that it stays in the second cache level
     i64 stride;                         // of x
+    // Rows of a band: about as many bytes as the sums, which are read and written once a band.
+    static i64 band(i64 m) {
+        return m > BAND_ROWS / 2 ? smaller(2 * m, 4 * BAND_ROWS) / 128 * 128 : BAND_ROWS;
+    }
     explicit Pairs(const LinearCall& c) : stride(c.stride) {}
 
     const u16* rows(const LinearCall& c, i64 m, i64, i64 k, i64) const {
         return (const u16*)c.x + m * c.stride + k;
     }
-    static void pack(const u16* rows, i64 ld, i64 length, i64 count, u32* packed) {
+    const u32* panel(const u16* rows, i64 ld, i64 length, i64 count, u32* packed) const {
         pack_columns(rows, ld, length, length, count, packed);
+        return packed;
     }
-    // sums (R, PANEL) += x (R, length) times the first V vectors of columns of a packed panel.
+    // sums (R, PANEL) += x (R, length) times the first V vectors of columns of a panel.
     template <int R, int V>
     BF16_DOT void multiply(const u16* x, const u32* panel, i64 length, float* to, bool first) const {
         Sums<R, V> sums(to, first);
@@ -67,13 +89,17 @@ struct Pairs {
     }
 };
 
-// Operands as float32, which holds any factors.
+// x as float32, and panels of D. Float32 holds any factors.
+template <class D>
 struct Floats {
-    using Type = Float32;
-    using Packed = float;
+    using Type = D;
+    using Packed = typename D::T;
     static constexpr i64 PACKED = 1;
-    static constexpr i64 DEPTH = 128, stride = 1040;  // x and a panel stay in the first cache level
+    static constexpr i64 DEPTH = 128;  // rows of a panel, so that it stays in the first cache level
+    static constexpr i64 stride = BAND_ROWS + 16;  // rows of x do not meet in one set of the cache
+    static i64 band(i64) { return BAND_ROWS; }
     const Array<float> x;
+    i64 ld = PANEL;  // of a panel
     explicit Floats(const LinearCall&) : x(HEIGHT * stride) {}
 
     const float* rows(const LinearCall& c, i64 m, i64 count, i64 k, i64 length) const {
@@ -87,29 +113,46 @@ struct Floats {
         }
         return x;
     }
-    static void pack(const float* rows, i64 ld, i64 length, i64 count, float* packed) {
-        for (i64 k = 0; k < length; k++, rows += ld, packed += PANEL) {
-            memcpy(packed, rows, sizeof(float) * size_t(count));
-            memset(packed + count, 0, sizeof(float) * size_t(PANEL - count));
+    // A panel is read where it lies, with what is behind the last column.
+    const Packed* panel(const Packed* rows, i64 width, i64, i64, Packed*) {
+        ld = width;
+        return rows;
+    }
+    // A row of a panel; of bfloat16 with the columns of two vectors split.
+    template <int V>
+    ALWAYS_INLINE static void row(const Packed* panel, __m512 b[V]) {
+        if constexpr (D::id == F32) {
+            for (int j = 0; j < V; j++) b[j] = _mm512_loadu_ps(panel + j * 16);
+        } else if constexpr (V == 1) {
+            const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)panel));
+            b[0] = (__m512)_mm512_slli_epi32(wide, 16);
+        } else {
+            for (int j = 0; j < V; j += 2) {
+                const __m512i pairs = _mm512_loadu_si512(panel + j * 16);
+                b[j] = (__m512)_mm512_slli_epi32(pairs, 16);
+                b[j + 1] = (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(i32(0xffff0000)));
+            }
         }
     }
     template <int R, int V>
-    void multiply(const float* x, const float* panel, i64 length, float* to, bool first) const {
+    void multiply(const float* x, const Packed* panel, i64 length, float* to, bool first) const {
         Sums<R, V> sums(to, first);
+        if (D::id == BF16) sums.split_columns();
         const auto step = [&](i64 k) __attribute__((always_inline)) {
-            for (int j = 0; j < V; j++) {
-                const __m512 b = _mm512_loadu_ps(panel + k * PANEL + j * 16);
-                for (int r = 0; r < R; r++)
-                    sums.at[r][j] = _mm512_fmadd_ps(_mm512_set1_ps(x[r * stride + k]), b, sums.at[r][j]);
+            __m512 b[V];
+            row<V>(panel + k * ld, b);
+            for (int r = 0; r < R; r++) {
+                const __m512 a = _mm512_set1_ps(x[r * stride + k]);
+                for (int j = 0; j < V; j++) sums.at[r][j] = _mm512_fmadd_ps(a, b[j], sums.at[r][j]);
             }
         };
         i64 k = 0;
         for (; k + 1 < length; k += 2) step(k + 1), step(k);  // the order of dot products
         if (k < length) step(k);
+        if (D::id == BF16) sums.join_columns();
         sums.store(to);
     }
 };
-static_assert(MOST_BAND <= Floats::stride && Floats::DEPTH <= Floats::stride, "memory for rows of x");
 
 template <int V, int R = HEIGHT, class Kind, class X>
 static void multiply_rows(const Kind& kind, i64 rows, const X* x, const typename Kind::Packed* panel,
@@ -119,7 +162,7 @@ static void multiply_rows(const Kind& kind, i64 rows, const X* x, const typename
     }
     kind.template multiply<R, V>(x, panel, length, sums, first);
 }
-// sums (rows, PANEL) += rows of x (`length` elements from k on) times `count` columns of a packed panel.
+// sums (rows, PANEL) += rows of x (`length` elements from k on) times `count` columns of a panel.
 template <class Kind>
 static void multiply_panel(const Kind& kind, const LinearCall& c, const RowRange& rows, i64 k, i64 length,
                            const typename Kind::Packed* panel, i64 count, float* sums) {
@@ -173,20 +216,18 @@ static void along(const LinearCall& c, const WeightRows& weight) {
     });
 }
 
-// A weight (k, n): bands of the rows of a strip of panels are decoded, and packed a panel at a time.
+// A weight (k, n): bands of the rows of a strip of panels are decoded, and multiplied a panel at a time.
 template <class Kind>
 static void across(const LinearCall& c, const WeightRows& weight) {
     using T = typename Kind::Type::T;
     using Packed = typename Kind::Packed;
-    // A band has about as many bytes as the sums, which are read and written once a band.
-    const i64 height =
-        smaller(c.m > LEAST_BAND / 2 ? smaller(2 * c.m, MOST_BAND) / 128 * 128 : LEAST_BAND, c.k);
+    const i64 height = smaller(Kind::band(c.m), c.k);
     share(c, BLOCK_PANELS, 1, [&](i64 first, i64 end, const RowRange& m) {
         const i64 rows = m.end - m.first, most = smaller(STRIP, end - first);
-        const Array<T> band(height * most * PANEL);
-        const Array<Packed> packed(PANEL * ((height + Kind::PACKED - 1) / Kind::PACKED));
+        const Array<T> band(height * most * PANEL + PANEL);
+        const Array<Packed> packed(Kind::PACKED > 1 ? PANEL * ((height + 1) / Kind::PACKED) : 0);
         const Array<float> sums(most * rows * PANEL);
-        const Kind kind(c);
+        Kind kind(c);
         for (i64 p = first; p < end; p += STRIP) {
             const i64 panels = smaller(end - p, STRIP), left = p * PANEL;
             const i64 width = smaller(c.n - left, panels * PANEL);
@@ -195,8 +236,8 @@ static void across(const LinearCall& c, const WeightRows& weight) {
                 weight.decode<typename Kind::Type>(k, depth, left, width, band);
                 for (i64 i = 0; i < panels; i++) {
                     const i64 count = smaller(width - i * PANEL, PANEL);
-                    Kind::pack(band + i * PANEL, width, depth, count, packed);
-                    multiply_panel(kind, c, m, k, depth, (Packed*)packed, count, sums + i * rows * PANEL);
+                    const Packed* panel = kind.panel(band + i * PANEL, width, depth, count, (Packed*)packed);
+                    multiply_panel(kind, c, m, k, depth, panel, count, sums + i * rows * PANEL);
                 }
             }
             for (i64 i = 0; i < panels; i++)
@@ -248,12 +289,13 @@ bool linear([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const LinearC
     const DecodedCall x(c);
     if (!x.done) return false;
     const WeightRows weight(p, x.call);
-    // Bands of float32 take longer to decode, and few rows do not make up for that.
-    const bool few = c.pairs < 0 && c.across && c.m < LEAST_FLOATS;
-    if (bfloat16_holds(p, c) && uses_pairs(few ? 1 : c.pairs))
+    const bool pairs = uses_pairs(c.pairs), exact = bfloat16_holds(p, c);
+    if (exact && c.across && c.m < (pairs ? LEAST_PAIRED : LEAST_WIDENED))
+        across<Floats<Bfloat16>>(x.call, weight);
+    else if (exact && pairs)
         (c.across ? across<Pairs> : along<Pairs>)(x.call, weight);
     else
-        (c.across ? across<Floats> : along<Floats>)(x.call, weight);
+        (c.across ? across<Floats<Float32>> : along<Floats<Float32>>)(x.call, weight);
     return true;
 #else
     return false;
