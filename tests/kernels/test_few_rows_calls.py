@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import qtensor
 from benchmarks.memory import peak_mib
+from qtensor.library.native_ops import left_to_python
 from qtensor.recipes import CustomRecipe
 
 formats = pytest.mark.parametrize(
@@ -131,6 +133,24 @@ def test_both_quantized_by_a_recipe(weight: str, left: str):
     want = oracle.product(values, qtensor.quantize(layer.weight.detach(), weight), own=own)
     with torch.no_grad():
         same_bits(layer(x), want)
+
+
+@pytest.mark.parametrize("in_cpp", [True, False])
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8"])
+def test_both_quantized_batches(fmt: str, in_cpp: bool):
+    """Each row has the sums that it has beside any other rows, in Python and in C++."""
+    torch.manual_seed(5)
+    w, x = (qtensor.quantize(torch.randn(3, rows, 160), fmt) for rows in (128, 5))
+    with contextlib.nullcontext() if in_cpp else left_to_python():
+        got = qtensor.gemm(x, w, "TN", dtype=torch.float32)
+    for i in range(3):
+        own, values = None, x[i].dequantize(torch.float32)
+        if "block" not in fmt and not fmt.startswith("mx"):
+            own = x[i]._scale_inv
+            values = torch.from_numpy(
+                oracle.narrow_values(x._data[i].view(torch.uint8).numpy(), "e4m3")
+            )
+        same_bits(got[i], oracle.product(values, w[i].clone(), own=own))
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "fp8", "mxfp8"])

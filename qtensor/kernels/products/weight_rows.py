@@ -46,7 +46,7 @@ def rows_refusal(problem: Problem) -> str | None:
 def few_rows_refusal(problem: Problem) -> str | None:
     """Return why a product lacks the order of sums of few rows (docs/numerics.md), or None."""
     if problem.batched and problem.layout != "NT" and problem.b.quantizer is not None:
-        reason = _stack_refusal(problem)
+        reason = batch_refusal(problem)
         if reason is not None:
             return reason
         problem = of_each(problem)
@@ -73,13 +73,6 @@ def with_strides(side: GemmSide, operand: Operand) -> GemmSide:
     rows = operand if side.contracted == -1 else operand.transpose()
     rowwise = rows.quantizer is not None and rows.quantizer.rowwise
     return dataclasses.replace(side, strided=rowwise and rows.buffers[0].stride(-1) != 1)
-
-
-def _stack_refusal(problem: Problem) -> str | None:
-    """Return why the products of a batch are not computed one by one, or None."""
-    if problem.a.quantizer is not None:
-        return "the left operand is a quantized batch of matrices"
-    return batch_refusal(problem)
 
 
 def mirrored(problem: Problem) -> Problem | None:

@@ -22,8 +22,8 @@ bool add_products(Product& p, Operand& a, Operand& b, Tensors& results) {
     if (!lefts.read(a) || !rights.read(b) || lefts.count() != rights.count()) return false;
     Batch batch;
     if (!p.plan(lefts.matrix(0, batch.scratch), rights.matrix(0, batch.scratch))) return false;
-    // Python decodes whole stacks, and does not decode a stack of x for few rows.
-    p.choice &= a.d ? ~(BY_DECODING | BY_FEW_ROWS) : ~BY_DECODING;
+    // Python decodes whole stacks.
+    p.choice &= ~BY_DECODING;
     const i64 sizes[3] = {lefts.count(), p.m, p.n};
     u8* y = (u8*)results.add(Shape(3, sizes), p.dtype);
     for (i64 i = 0; i < lefts.count(); i++, y += p.m * p.n * BYTES[p.dtype]) {
