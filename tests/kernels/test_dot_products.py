@@ -10,6 +10,8 @@ import itertools
 import os
 from typing import Any
 
+import few_rows_oracle
+import numpy as np
 import pytest
 import torch
 from few_rows_cases import same_bits
@@ -58,6 +60,11 @@ USAGES = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}}
 
 formats = pytest.mark.parametrize(
     ("fmt", "options"), FORMATS, ids=["-".join((f, *map(str, o))) for f, o in FORMATS]
+)
+
+
+only_dots = pytest.mark.skipif(
+    KERNEL != native.DOTS, reason="tiles have an order of their own (test_amx.py)"
 )
 
 
@@ -142,7 +149,42 @@ def test_both_quantized(fmt: str, options: Options, layout: str) -> None:
             same_bits(qtensor.gemm(a, b, layout, dtype=torch.float32), got)
 
 
-@pytest.mark.skipif(KERNEL != native.DOTS, reason="dot products have two kinds, tiles one")
+def in_pairs(x: Tensor, w: Tensor) -> Tensor:
+    """float32 x (M, K) @ w (N, K).T in the order of docs/numerics.md."""
+    left, right = x.float().numpy(), w.numpy()
+    sums = np.zeros((len(left), len(right)), np.float32)
+    for first in range(0, left.shape[1], 2):
+        for k in range(min(first + 1, left.shape[1] - 1), first - 1, -1):
+            sums = few_rows_oracle.fused(left[:, k, None], right[None, :, k], sums)
+    return torch.from_numpy(sums)
+
+
+@only_dots
+@formats
+def test_the_order_of_the_sums(fmt: str, options: Options) -> None:
+    """Of weights along the contraction and across it. Factors of tensors are powers of two here."""
+    for turn, (m, n, k) in enumerate(((3, 40, 37), (9, 70, 290), (70, 33, 48), (140, 20, 64))):
+        torch.manual_seed(turn)
+        x = torch.randn(m, k).bfloat16()
+        for layout in ("TN", "NN"):
+            dense = torch.randn((n, k) if layout == "TN" else (k, n))
+            dense[0, 0] = {"fp8": 448 * 2.0**-6, "nvfp4": 6 * 448 * 2.0**-8}.get(fmt, 1.0)
+            if options.get("dtype") == "e5m2":
+                dense[0, 0] = 57344 * 2.0**-12
+            b = qtensor.quantize(dense, fmt, **options)
+            got = by_name(x, b, layout) if is_served(x, b, layout) else None
+            if got is None or "row_scaled" in options:  # amaxes of rows are no powers of two
+                continue
+            w, factors = b.dequantize(torch.float32), torch.ones(1)
+            if fmt == "fp8_rowwise" and (layout == "TN") == (options == {}):  # they follow the sums
+                factors = b._scale_inv.reshape(-1)
+                codes = b._data.view(torch.uint8).numpy()
+                w = torch.from_numpy(few_rows_oracle.narrow_values(codes, b.quantizer.element.name))
+            w = w if layout == "TN" else w.T.contiguous()
+            same_bits(got, in_pairs(x, w) * factors)
+
+
+@only_dots
 @pytest.mark.skipif(
     not sources.capabilities().get("avx512_bf16"), reason="the CPU has no dot products of pairs"
 )
