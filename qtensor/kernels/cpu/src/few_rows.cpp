@@ -74,7 +74,8 @@ bool few_rows(const CQuantizer& p, const LinearCall& c) {
     if (p.element == E3M2) set_values<FE3M2>(f);
     if (p.element == E2M1) set_values<FE2M1>(f);
 #if QT_ISA == 512
-    if (uses_pairs(c.pairs)) {
+    // One row waits for memory, and pairs need fewer instructions.
+    if (uses_pairs(c.pairs < 0 && c.m == 1 ? 1 : c.pairs)) {
         const Range x = range_of(c);
         set_folds(f, x);
         if (bfloat16_serves(x)) return few_rows_bfloat16(p, f);
