@@ -335,8 +335,9 @@ struct LineDecoder {
             return true;
         }
         if ((m.block0 + block) % 4) return false;
-        for (int b = 0; b < lanes; b += 4)  // tiles are whole
-            memcpy(codes + b, s.base + s.at(m.line0 + line, m.block0 + block + b), 4);
+        for (int b = 0; b < lanes; b += 4)
+            memcpy(codes + b, s.base + s.at(m.line0 + line, m.block0 + block + b),
+                   size_t(smaller(4, lanes - b)));
         return true;
     }
     bool quick_factors(i64 line, i64 block, int lanes) {
