@@ -116,6 +116,18 @@ def test_threads_and_pages_change_nothing(problem: Problem, kind: str) -> None:
         assert_same_bytes(dataclasses.replace(problem, page=page).run(), want, f"pages of {page}")
 
 
+def test_without_tokens(problem: Problem) -> None:
+    """Several threads share a query that sees nothing, and a part of an attention without a score."""
+    problem = of_kind(problem, "decode")
+    problem = dataclasses.replace(problem, options={"first": problem.lengths_tensor})
+    for count in (1, 3):
+        with threads(count):
+            assert problem.run().count_nonzero() == 0
+            values, sums = problem.run(op="attention_part", sinks=None)
+        assert values.isfinite().all()
+        assert (sums == torch.tensor([-torch.inf, 0.0])).all()
+
+
 @ways
 def test_what_no_query_sees_is_not_read(problem: Problem, kind: str) -> None:
     """NaN behind the end changes nothing, nor does the capacity."""

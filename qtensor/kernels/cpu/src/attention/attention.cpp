@@ -285,7 +285,8 @@ void Attention::run() const {
     }
     const i64 segments = std::max<i64>(0, last - first + 1);
     const Array<Partial> parts(tiles * segments * most);
-    const Array<float> sums(tiles * segments * most * c.v.size);
+    const Array<float> sums(std::max<i64>(1, tiles * segments) * most * c.v.size);
+    if (!segments) std::fill_n((float*)sums, most * c.v.size, 0.0f);  // which results without a token read
     parallel(c.threads, 1, int(c.threads), [&](i64, i64) {
         Scratch w(c, most);
         i64 arranged = -1;
