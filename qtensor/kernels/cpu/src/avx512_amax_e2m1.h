@@ -76,28 +76,6 @@ INLINE VI e2m1_index(VF y) {
     __m512i up = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
     return (VI)_mm512_add_epi32(down, up);
 }
-// Packing takes turns by lanes of 16 bytes: what restores the order of 64 bytes, and of 128 packed codes.
-template <bool Pairs>
-struct PackedOrder {
-    alignas(64) i32 group[16];
-    alignas(64) u16 nibbles[32];
-    constexpr PackedOrder() : group(), nibbles() {
-        for (int i = 0; i < 16; i++) group[i] = place_of(4 * i) / 4;
-        for (int i = 0; i < 32; i++) {
-            const int from = place_of(i % 16 * 4);
-            nibbles[i] = u16(from / 16 * 8 + i / 16 * 4 + from % 16 / 4);
-        }
-    }
-    static constexpr int place_of(int e) {
-        return Pairs ? e % 32 / 8 * 16 + e / 32 * 8 + e % 8 : e % 16 / 4 * 16 + e / 16 * 4;
-    }
-};
-template <bool Pairs>
-static constexpr PackedOrder<Pairs> PACKED;
-template <bool Pairs>
-INLINE VB in_order(VB packed) {
-    return (VB)_mm512_permutexvar_epi32(_mm512_load_si512(PACKED<Pairs>.group), (__m512i)packed);
-}
 // Four vectors of signed bytes, not in order yet.
 template <bool Pairs>
 INLINE __m512i packed_bytes(const VI c[4]) {
@@ -144,36 +122,6 @@ INLINE VF e2m1_values(const u8* p) {
     return (VF)_mm512_permutexvar_ps(nibbles, _mm512_loadu_ps(grid));
 }
 
-// ---- E2M1 of bfloat16 times powers of two
-// Words count exponents from the one below that of 0.25, above 7 bits of fraction, which begin at bit 1. A
-// value's place, 2 * quarters + (1 where more follows), tells it from the ties, as ORDER.e2m1 does.
-struct QuarterPlaces {
-    static constexpr int most = 0x6ff;  // beyond the grid
-    alignas(64) u8 code[64];
-    constexpr QuarterPlaces() : code() {
-        constexpr int bound[] = {8, 20, 26, 30, 34, 38, 42};  // the places of 0.25, 0.75, ... 5
-        for (int i = 0; i < 64; i++)
-            // A tie goes to the even code.
-            for (int c = 0; c < 7; c++) code[i] = u8(code[i] + (i > bound[c] || (i == bound[c] && c % 2)));
-    }
-};
-static constexpr QuarterPlaces QUARTER_PLACES;
-// Added to the code of a factor, the exponent below which words get code 0.
-constexpr int LEAST_PLACE = base_of<FE2M1>(0) - 2;
-INLINE __m512i quarter_places(__m512i w, __m512i base) {
-    const __m512i s = _mm512_min_epu16(_mm512_subs_epu16(_mm512_add_epi16(w, w), base),
-                                       _mm512_set1_epi16(QUARTER_PLACES.most));
-    const __m512i up = _mm512_add_epi16(s, _mm512_set1_epi16(0x3f));
-    return _mm512_add_epi16(_mm512_srli_epi16(s, 6), _mm512_srli_epi16(up, 6));
-}
-// 64 words; base: (code + LEAST_PLACE) << 8 for each of them. In the order of PackedOrder<true>.
-INLINE VB e2m1_group(const u16* x, const __m512i base[2]) {
-    const __m512i w0 = load<__m512i>(x), w1 = load<__m512i>(x + 32);
-    const __m512i place = _mm512_packus_epi16(quarter_places(w0, base[0]), quarter_places(w1, base[1]));
-    const __m512i sign = _mm512_srli_epi16(_mm512_packs_epi16(w0, w1), 4);
-    return (VB)_mm512_ternarylogic_epi32(
-        _mm512_permutexvar_epi8(place, _mm512_load_si512(QUARTER_PLACES.code)), sign, bytes_of(8), 0xf8);
-}
 // Blocks of zeros, whose factors are extreme, have the same codes with any factor.
 INLINE VF useful_factor(VI amax, VF encode) { return amax == all(0) ? all(1.0f) : encode; }
 

@@ -159,10 +159,85 @@ INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base, u32& history) {
     __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, FRACTIONS<E>.at));
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);
     history = history << 1 | (small != 0);
-    // Few values of an 8-bit element are subnormal, many of a narrower one.
-    if (E::width < 8 || __builtin_expect((history & 0xff) != 0, 0))
+    if (__builtin_expect((history & 0xff) != 0, 0))
         q = with_small<E, 0>(q, p, base, small, SMALL_FRACTIONS<E>);
     return with_signs<E>(q, p);
+}
+
+// ---- codes of 4 and 6 bits, by place
+// Packing takes turns by lanes of 16 bytes: what restores the order of 64 bytes, and of 128 packed codes.
+template <bool Pairs>
+struct PackedOrder {
+    alignas(64) i32 group[16];
+    alignas(64) u16 nibbles[32];
+    constexpr PackedOrder() : group(), nibbles() {
+        for (int i = 0; i < 16; i++) group[i] = place_of(4 * i) / 4;
+        for (int i = 0; i < 32; i++) {
+            const int from = place_of(i % 16 * 4);
+            nibbles[i] = u16(from / 16 * 8 + i / 16 * 4 + from % 16 / 4);
+        }
+    }
+    static constexpr int place_of(int e) {
+        return Pairs ? e % 32 / 8 * 16 + e / 32 * 8 + e % 8 : e % 16 / 4 * 16 + e / 16 * 4;
+    }
+};
+template <bool Pairs>
+static constexpr PackedOrder<Pairs> PACKED;
+template <bool Pairs>
+INLINE VB in_order(VB packed) {
+    return (VB)_mm512_permutexvar_epi32(_mm512_load_si512(PACKED<Pairs>.group), (__m512i)packed);
+}
+// A word without its sign, less a base, has an exponent in its high byte, 0 where all values get code 0, and
+// 7 bits of fraction from bit 1 on. Its place is twice the number that its exponent and as many bits of
+// fraction as decide make, plus 1 where more bits follow: ties have places of their own.
+template <class E>
+struct Places {
+    static constexpr int depth = E::mantissa + 1;  // exponents below that of the smallest normal number
+    static constexpr int shift = 7 - E::mantissa;
+    static constexpr bool clamped = E::width == 4;  // others end where bytes do
+    static constexpr int most = (Codes8<E>::fields + depth) << 8 | 0xff;
+    static constexpr int count = clamped ? 64 : 256;
+    alignas(64) u8 code[count];
+    constexpr Places() : code() {
+        constexpr int per_exponent = 4 << E::mantissa, top = Codes8<E>::most;
+        for (int i = per_exponent; i < count; i++) {
+            const int exponent = i / per_exponent - 1 - depth, fraction = i % per_exponent;
+            const int c = exponent < 0 ? Fractions<E>::rounded(per_exponent + fraction, 2 - exponent)
+                                       : ((exponent + 1) << E::mantissa) + Fractions<E>::rounded(fraction, 2);
+            code[i] = u8(c < top ? c : top);
+        }
+    }
+};
+template <class E>
+static constexpr Places<E> PLACES;
+// Added to the code of a factor, the exponent below which words get code 0.
+template <class E>
+constexpr int LEAST_PLACE = base_of<E>(0) - Places<E>::depth;
+template <class E>
+INLINE __m512i places_of(__m512i w, __m512i base) {
+    constexpr int shift = Places<E>::shift;
+    __m512i s = _mm512_subs_epu16(_mm512_add_epi16(w, w), base);
+    if (Places<E>::clamped) s = _mm512_min_epu16(s, _mm512_set1_epi16(Places<E>::most));
+    const __m512i up = _mm512_add_epi16(s, _mm512_set1_epi16((1 << shift) - 1));
+    return _mm512_add_epi16(_mm512_srli_epi16(s, shift), _mm512_srli_epi16(up, shift));
+}
+// 64 words; base0, base1: (code + LEAST_PLACE) << 8 for each of them. In the order of PackedOrder<true>.
+template <class E>
+INLINE VB codes_by_place(__m512i w0, __m512i w1, __m512i base0, __m512i base1) {
+    const u8* table = PLACES<E>.code;
+    const __m512i place = _mm512_packus_epi16(places_of<E>(w0, base0), places_of<E>(w1, base1));
+    const __m512i sign = _mm512_srli_epi16(_mm512_packs_epi16(w0, w1), 8 - E::width);
+    __m512i code;
+    if (Places<E>::clamped)
+        code = _mm512_permutexvar_epi8(place, _mm512_load_si512(table));
+    else
+        code = _mm512_mask_mov_epi8(fraction_of<E>(place, table), _mm512_movepi8_mask(place),
+                                    fraction_of<E>(place, table + 128));
+    return (VB)_mm512_ternarylogic_epi32(code, sign, bytes_of(1 << (E::width - 1)), 0xf8);
+}
+template <class E>
+INLINE VB place_group(const u16* x, const __m512i base[2]) {
+    return codes_by_place<E>(load<__m512i>(x), load<__m512i>(x + 32), base[0], base[1]);
 }
 
 // 32 floats to words, rounded to odd: in order, and where even and odd elements stand in vectors of their
@@ -186,11 +261,14 @@ INLINE VB codes_of_products(const typename D::T* x, const VF f[4], u32& history)
     VI v[4];
     D::group(x, v);
     for (int j = 0; j < 4; j++) v[j] = (VI)((VF)v[j] * f[j]);
-    const __m512i base = bytes_of(base_of<E>(127));
-    if (D::pairs)
-        return codes_of_words<E>(odd_words_of_pairs(v[0], v[1]), odd_words_of_pairs(v[2], v[3]), base,
-                                 history);
-    return codes_of_words<E>(odd_words(v[0], v[1]), odd_words(v[2], v[3]), base, history);
+    const __m512i w0 = D::pairs ? odd_words_of_pairs(v[0], v[1]) : odd_words(v[0], v[1]);
+    const __m512i w1 = D::pairs ? odd_words_of_pairs(v[2], v[3]) : odd_words(v[2], v[3]);
+    if constexpr (E::width < 8) {
+        const __m512i base = _mm512_set1_epi16(short((127 + LEAST_PLACE<E>) << 8));
+        return in_order<true>(codes_by_place<E>(w0, w1, base, base));
+    } else {
+        return codes_of_words<E>(w0, w1, bytes_of(base_of<E>(127)), history);
+    }
 }
 template <class D, class E>
 INLINE VB codes_of_products(const typename D::T* x, const VF f[4]) {

@@ -147,21 +147,26 @@ INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream,
     if constexpr (D::id == BF16 && B >= 2 * W) {
         VI code = all(254) - (VI)((VU)encode >> 23);
         if (any(code < all(LEAST_CODE<E>))) return false;
-        if constexpr (Codes == 2) {
+        if constexpr (E::width < 8) {
+            constexpr int groups = Codes == 2 ? 2 : 1;
             alignas(64) i32 of_block[W];
-            store(of_block, (VI)((VU)(code + all(LEAST_PLACE)) * (VU)all(0x01000100)));
+            store(of_block, (VI)((VU)(code + all(LEAST_PLACE<E>)) * (VU)all(0x01000100)));
             asm("" : "+m"(of_block));  // as above
 #pragma GCC unroll 1
-            for (int at = 0; at < W * B; at += 2 * GROUP) {
-                VB codes[2];
-                for (int h = 0; h < 2; h++) {
+            for (int at = 0; at < W * B; at += groups * GROUP) {
+                VB codes[groups];
+                for (int h = 0; h < groups; h++) {
                     const int block = at / B + 2 * h;
                     soon.ask(at + h * GROUP);
                     const __m512i bases[2] = {_mm512_set1_epi32(of_block[block]),
                                               _mm512_set1_epi32(of_block[block + 1])};
-                    codes[h] = e2m1_group(x + at + h * GROUP, bases);
+                    codes[h] = place_group<E>(x + at + h * GROUP, bases);
                 }
-                store_bytes(out + at / Codes, nibbles_of<true>(codes[0], codes[1]), stream);
+                if constexpr (Codes == 2)
+                    store_bytes(out + at / 2, nibbles_of<true>(codes[0], codes[1]), stream);
+                else
+                    store_codes<E, Codes>(out + at * (Codes == 4 ? 3 : 1) / Codes, in_order<true>(codes[0]),
+                                          stream);
             }
             return true;
         }

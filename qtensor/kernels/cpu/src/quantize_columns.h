@@ -30,8 +30,8 @@ struct ColumnQuantizer {
     alignas(64) VF factor[COLUMN_TILE / W];
     alignas(64) VI stored[COLUMN_TILE / W];
 #if QT_ISA == 512
-    static constexpr bool quarters = E::width == 4;  // as e2m1_group takes them
-    __m512i base[COLUMN_TILE / GROUP][quarters ? 2 : 1];
+    static constexpr bool quarters = E::width == 4, places = E::width < 8;  // as place_group takes them
+    __m512i base[COLUMN_TILE / GROUP][places ? 2 : 1];
 #endif
 
     explicit ColumnQuantizer(const Direction& direction) : d(direction), p(*direction.quantizer) {
@@ -173,7 +173,7 @@ struct ColumnQuantizer {
         for (int j = 0; small && j < 4 * groups; j++) factor[j] = factor[j] * all(4.0f);
         return small;
     }
-    // Whether all factors allow pow2_group and e2m1_group; fills their bases.
+    // Whether all factors allow pow2_group and place_group; fills their bases.
     bool use_pow2(int groups) {
         for (int g = 0; g < groups; g++) {
             VI code[4];
@@ -182,10 +182,10 @@ struct ColumnQuantizer {
                 code[j] = amax[4 * g + j] == all(0) ? all(127) : code[j];
             }
             if (any(min(min(code[0], code[1]), min(code[2], code[3])) < all(LEAST_CODE<E>))) return false;
-            if constexpr (quarters)
+            if constexpr (places)
                 for (int h = 0; h < 2; h++)
                     base[g][h] = _mm512_slli_epi16(
-                        (__m512i)((code[2 * h] | code[2 * h + 1] << 16) + all(0x10001 * LEAST_PLACE)), 8);
+                        (__m512i)((code[2 * h] | code[2 * h + 1] << 16) + all(0x10001 * LEAST_PLACE<E>)), 8);
             else
                 base[g][0] = _mm512_add_epi8((__m512i)pack<true>(code), bytes_of(base_of<E>(0)));
         }
@@ -196,8 +196,8 @@ struct ColumnQuantizer {
     template <Way way>
     INLINE VB codes_of(const ColumnQuantizer& q, const T* x, int g) {
 #if QT_ISA == 512
-        if constexpr (way == POW2 && quarters) return e2m1_group(x, q.base[g]);
-        if constexpr (way == POW2 && !quarters) return pow2_group<E>(x, q.base[g][0]);
+        if constexpr (way == POW2 && places) return place_group<E>(x, q.base[g]);
+        if constexpr (way == POW2 && !places) return pow2_group<E>(x, q.base[g][0]);
         if constexpr (way == QUARTERS) return quarters_group<D, !nv>(x, q.factor + 4 * g);
 #endif
         return encode_group<D, E, way == SAFE, nv>(x, q.factor + 4 * g);
@@ -207,7 +207,7 @@ struct ColumnQuantizer {
     template <Way way>
     INLINE VB ordered(VB codes) {
 #if QT_ISA == 512
-        if constexpr (way == QUARTERS || (way == POW2 && quarters)) return in_order<D::pairs>(codes);
+        if constexpr (way == QUARTERS || (way == POW2 && places)) return in_order<D::pairs>(codes);
 #endif
         return codes;
     }
@@ -232,9 +232,9 @@ struct ColumnQuantizer {
                 } else if constexpr (Joined == 2) {
                     store_bytes(to, ordered<way>(c[0] | c[1] << 4), stream);
                 } else {
-                    store_bytes(to, c[0] | c[1] << 6, stream);
-                    store_bytes(to + m.out_stride, c[1] >> 2 | c[2] << 4, stream);
-                    store_bytes(to + 2 * m.out_stride, c[2] >> 4 | c[3] << 2, stream);
+                    store_bytes(to, ordered<way>(c[0] | c[1] << 6), stream);
+                    store_bytes(to + m.out_stride, ordered<way>(c[1] >> 2 | c[2] << 4), stream);
+                    store_bytes(to + 2 * m.out_stride, ordered<way>(c[2] >> 4 | c[3] << 2), stream);
                 }
             }
         }
