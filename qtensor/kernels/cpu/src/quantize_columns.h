@@ -230,7 +230,8 @@ struct ColumnQuantizer {
                 if constexpr (Joined == 1) {
                     store_bytes(to, ordered<way>(c[0]), stream);
                 } else if constexpr (Joined == 2) {
-                    store_bytes(to, ordered<way>(c[0] | c[1] << 4), stream);
+                    // As words: codes leave no bits for the byte beside them.
+                    store_bytes(to, ordered<way>(c[0] | (VB)((VH)c[1] << 4)), stream);
                 } else {
                     store_bytes(to, ordered<way>(c[0] | c[1] << 6), stream);
                     store_bytes(to + m.out_stride, ordered<way>(c[1] >> 2 | c[2] << 4), stream);

@@ -137,8 +137,8 @@ struct BlockQuantizer {
     void tiled(bool transposed) {
         using Transposed = TransposedQuantizer<D, E, B, Codes>;
         const bool served = Transposed::serves(p);
-        const auto size = served ? Transposed::size_of(c.row.data, transposed, end - begin, c.cols, c.threads)
-                                 : Transposed::WIDE;
+        const auto size =
+            served ? Transposed::size_of(transposed, end - begin, c.cols, c.threads) : Transposed::WIDE;
         const i64 rows = size.rows, cols = size.cols;
         const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
         Direction columns = column;

@@ -31,12 +31,11 @@ struct TransposedQuantizer {
     // Codes that leave transposed do so in long runs, from tiles that the second cache level holds; rows want
     // width. Tiles of blocks of 128 were measured: wider ones are up to a fifth slower.
     static constexpr Size SQUARE = {B, B == 128 ? 128 : COLUMN_TILE};
-    static constexpr Size TALL = nv ? Size{512, 256} : SQUARE, BOTH = nv ? Size{512, 512} : SQUARE;
+    static constexpr Size TALL = nv ? Size{512, 512} : SQUARE;
     static constexpr Size WIDE = nv ? Size{256, COLUMN_TILE} : SQUARE;
     // Of a tensor of these rows and columns: low enough that all threads have some.
-    static Size size_of(bool row_codes, bool column_codes, i64 rows, i64 cols, i64 threads) {
-        Size s = row_codes ? BOTH : TALL;
-        if (!column_codes) s = WIDE;
+    static Size size_of(bool column_codes, i64 rows, i64 cols, i64 threads) {
+        Size s = column_codes ? TALL : WIDE;
         while (s.rows > WIDE.rows && up(rows, s.rows) / s.rows * (up(cols, s.cols) / s.cols) < 2 * threads)
             s.rows /= 2;
         return s;
@@ -47,9 +46,9 @@ struct TransposedQuantizer {
     const CQuantizer& p;
     const Size size;
     ColumnQuantizer<D, E, B, Codes> quantizer;
-    alignas(64) u8 codes[greater(BOTH.bytes(), WIDE.bytes())];
+    alignas(64) u8 codes[greater(TALL.bytes(), WIDE.bytes())];
     alignas(64) u8 plain[Codes > 1 ? B * WIDE.ld() : 64];  // one a byte
-    alignas(64) u8 narrow_factors[BOTH.blocks() * BOTH.cols];
+    alignas(64) u8 narrow_factors[TALL.blocks() * TALL.cols];
 
     TransposedQuantizer(const Direction& r, const Direction& c, const Size& s)
         : row(r), column(c), p(*c.quantizer), size(s), quantizer(c.quantizer->square ? r : c) {}
@@ -68,7 +67,7 @@ struct TransposedQuantizer {
     // not finite.
     template <class F>
     bool run(const TileSource<T>& m, const Outputs& out, const F& rows) {
-        const i64 blocks = (m.rows + B - 1) / B, ahead = nv ? 2 : blocks;
+        const i64 blocks = (m.rows + B - 1) / B, ahead = nv ? 4 : blocks;
         bool done = true;
         for (i64 b = 0; b < blocks; b++) {
             const i64 n = m.rows - b * B < B ? m.rows - b * B : B;
@@ -153,7 +152,7 @@ struct TransposedQuantizer {
                             column.nontemporal);
             return;
         }
-        alignas(64) u8 transposed[GROUP * BOTH.blocks()];
+        alignas(64) u8 transposed[GROUP * TALL.blocks()];
         for (i64 k = 0; k < cols; k += GROUP) {
             transpose<u8>(narrow_factors + k, cols, transposed, n, n, GROUP);
             for (i64 i = 0; i < GROUP; i++) {
