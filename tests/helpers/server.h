@@ -1,7 +1,7 @@
 // Runs a kernel for another process, so that the kernels of another machine can be tested in an emulator.
 // A call on stdin: the bytes of its arguments; the number of buffers; of each the offset of its address in
-// the arguments, its bytes, and their contents. The last buffer is the result. The answer on stdout: its
-// contents, or nothing if the kernel refuses the call.
+// the arguments, its bytes, and their contents. The answer on stdout: the new contents of all buffers, or
+// nothing if the kernel refuses the call.
 #pragma once
 #include <unistd.h>
 
@@ -26,16 +26,18 @@ int serve(const Kernel& kernel) {
     int64_t count;
     while (take(&arguments, sizeof arguments) && take(&count, sizeof count)) {
         std::vector<std::vector<uint64_t>> buffers;
-        int64_t facts[2] = {};
+        std::vector<size_t> sizes;
         for (int64_t i = 0; i < count; i++) {
+            int64_t facts[2];
             if (!take(facts, sizeof facts)) return 1;
+            sizes.push_back(size_t(facts[1]));
             buffers.emplace_back(size_t(facts[1] + 7) / 8);
             if (!take(buffers.back().data(), size_t(facts[1]))) return 1;
             const void* address = buffers.back().data();
             memcpy((char*)&arguments + facts[0], &address, sizeof address);
         }
         if (!kernel(arguments)) return 2;
-        fwrite(buffers.back().data(), 1, size_t(facts[1]), stdout);
+        for (size_t i = 0; i < sizes.size(); i++) fwrite(buffers[i].data(), 1, sizes[i], stdout);
         fflush(stdout);
     }
     return 0;

@@ -85,7 +85,7 @@ def emulated(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated
             call = reference._obj
             held = list(buffers(call))
             contents = [(offset, ctypes.string_at(at, size)) for offset, at, size in held]
-            ctypes.memmove(call.out, found.call(bytes(call), contents), held[-1][2])
+            ctypes.memmove(call.out, found.call(bytes(call), contents)[-1], held[-1][2])
             return 0
 
     monkeypatch.setattr(native, "library", lambda: Remote())

@@ -43,7 +43,7 @@ class Remote(Emulated):
         sizes |= {**self.known, 14: 4 * (rows if words[15] else 1), 16: 4 * count}
         held = [(8 * i, ctypes.string_at(words[i], size)) for i, size in sizes.items() if words[i]]
         held.append((8 * 17, bytes(rows * count * item[words[18]])))
-        ctypes.memmove(words[17], self.call(packed, held), len(held[-1][1]))
+        ctypes.memmove(words[17], self.call(packed, held)[-1], len(held[-1][1]))
         return 0
 
 

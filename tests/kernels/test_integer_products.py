@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import integer_oracle as oracle
@@ -10,49 +9,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from few_rows_cases import same_bits
+from integer_cases import (
+    FORMAT_IDS,
+    FORMATS,
+    LAYOUTS,
+    PAIRS,
+    SHAPES,
+    Options,
+    check_ends_of_factors,
+    check_largest_sums,
+    check_layouts,
+    operands,
+    quantized,
+)
 from native_cases import ISAS, library_of, loaded, threads
-from torch import Tensor
 
 import qtensor
 from qtensor.library.native_ops import left_to_python
 
-Options = dict[str, Any]
-
-FORMATS: list[tuple[str, Options]] = [
-    ("mxfp4", {}),
-    ("mxfp4", {"swizzled": True}),
-    ("mxfp6", {}),
-    ("mxfp6", {"packed": True}),
-    ("mxfp6", {"packed": True, "swizzled": True}),
-    ("nvfp4", {}),
-    ("nvfp4", {"swizzled": True}),
-    ("nvfp4", {"row_scaled": True}),
-    ("nvfp4", {"with_2d_quantization": True}),
-    ("nvfp4", {"use_4over6": True}),
-    ("nvfp4", {"with_global_scale_inv": True}),
-]
-PAIRS = [(f, f) for f in FORMATS] + [(FORMATS[0], FORMATS[2]), (FORMATS[3], FORMATS[0])]
-LAYOUTS = ("TN", "NN", "NT")
-SHAPES = ((1, 1, 1), (7, 33, 48), (65, 40, 200), (12, 130, 97), (600, 17, 64))
-"""(M, N, K) around blocks, panels and heights of tiles, and more rows than are decoded at once."""
-
-formats = pytest.mark.parametrize(
-    ("fmt", "options"), FORMATS, ids=["-".join((f, *map(str, o))) for f, o in FORMATS]
-)
-
-
-def quantized(rows: int, cols: int, fmt: str, options: Options) -> Any:
-    """A matrix in both directions, whose blocks have factors of many sizes."""
-    spread = torch.exp2(torch.randn(rows, cols // 16 + 1) * 3).repeat_interleave(16, 1)[:, :cols]
-    return qtensor.quantize(torch.randn(rows, cols) * spread, fmt, columnwise=True, **options)
-
-
-def operands(
-    sizes: tuple[int, int, int], layout: str, a: tuple[str, Options], b: tuple[str, Options]
-) -> tuple[Any, Any]:
-    m, n, k = sizes
-    left = quantized(*((k, m) if layout == "NT" else (m, k)), *a)
-    return left, quantized(*((n, k) if layout == "TN" else (k, n)), *b)
+formats = pytest.mark.parametrize(("fmt", "options"), FORMATS, ids=FORMAT_IDS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,11 +51,7 @@ def test_the_oracle(pair: Any, layout: str) -> None:
 def test_instruction_sets(fmt: str, options: Options, isa: str) -> None:
     torch.manual_seed(3)
     with loaded(library_of(isa)), left_to_python():
-        for sizes in SHAPES[1:4]:
-            for layout in LAYOUTS:
-                a, b = operands(sizes, layout, (fmt, options), (fmt, options))
-                got = qtensor.gemm(a, b, layout, dtype=torch.float32, backend="integer")
-                same_bits(got, oracle.product(a, b, layout))
+        check_layouts((fmt, options), (fmt, options))
 
 
 @formats
@@ -126,44 +97,17 @@ def test_batches() -> None:
     same_bits(added, got + 1)
 
 
-def with_factors(codes: Tensor, rows: int) -> Any:
-    """An MXFP4 matrix (rows, 32 * blocks) whose blocks have these E8M0 codes."""
-    q = qtensor.quantize(torch.randn(rows, 32 * len(codes)), "mxfp4")
-    q._rowwise_scale_inv[:rows, : len(codes)] = codes.to(torch.uint8)
-    return q
-
-
 @pytest.mark.parametrize("isa", ISAS)
 def test_factors_at_the_ends_of_their_range(isa: str) -> None:
-    """The smallest and largest factors, NaN, sums that are subnormal, and sums that overflow."""
     torch.manual_seed(7)
-    ends = [[0, 1, 2], [0, 254, 3], [254, 254, 0], [127, 255, 127], [230, 20, 227], [60, 66, 64]]
     with loaded(library_of(isa)), left_to_python():
-        for left in ends:
-            for right in ends:
-                a, b = (with_factors(torch.tensor(codes), 5) for codes in (left, right))
-                got = qtensor.gemm(a, b, "TN", dtype=torch.float32, backend="integer")
-                same_bits(got, one_nan(oracle.product(a, b, "TN")))
-
-
-def one_nan(t: Tensor) -> Tensor:
-    return torch.where(t.isnan(), torch.nan, t)
+        check_ends_of_factors()
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_largest_sums(isa: str) -> None:
-    """Codes of the largest value, of either sign: no sum of a block may leave its 16 or 32 bits."""
-    largest = {"mxfp4": 6.0, "mxfp6": 7.5, "nvfp4": 6.0}
     with loaded(library_of(isa)), left_to_python():
-        for (left, x), (right, w) in itertools.product(largest.items(), repeat=2):
-            if (left == "nvfp4") != (right == "nvfp4"):
-                continue
-            for sign in (1, -1):
-                a = qtensor.quantize(torch.full((7, 64), x), left)
-                b = qtensor.quantize(torch.full((40, 64), sign * w), right)
-                got = qtensor.gemm(a, b, "TN", dtype=torch.float32, backend="integer")
-                same_bits(got, oracle.product(a, b, "TN"))
-                assert a.element_values().eq(x).all()
+        check_largest_sums()
 
 
 def test_rotated_operands() -> None:
