@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,22 @@ from qtensor.library.native_ops import left_to_python
 pytestmark = MARKS
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel for aarch64 behind stdin and stdout."""
+@pytest.fixture(scope="session", params=[(), ("-march=armv8.2-a+dotprod",)], ids=["", "sdot"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel for aarch64 behind stdin and stdout, also with dot products of bytes."""
     units = [unit for unit in sources.units("baseline") if unit.name == "integer_products"]
+    units = [dataclasses.replace(unit, flags=(*unit.flags, *request.param)) for unit in units]
     return compile_server("integer_server", units, tmp_path_factory.mktemp("aarch64"))
+
+
+@pytest.mark.parametrize("features", ["fp asimd asimddp", "fp asimd"])
+def test_flags_of_dot_products(features: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux names the features of an aarch64 CPU."""
+    monkeypatch.setattr(sources.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(Path, "read_text", lambda _: f"Features\t: {features}\n")
+    monkeypatch.setattr(sources, "has_byte_dots", sources.has_byte_dots.__wrapped__)
+    (unit,) = (unit for unit in sources.units("baseline") if unit.name == "integer_products")
+    assert ("-march=armv8.2-a+dotprod" in unit.flags) == ("asimddp" in features)
 
 
 def sizes_of(packed: bytes) -> dict[int, int]:

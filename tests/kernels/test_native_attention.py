@@ -117,7 +117,7 @@ def test_threads_and_pages_change_nothing(problem: Problem, kind: str) -> None:
 
 
 def test_without_tokens(problem: Problem) -> None:
-    """Several threads share a query that sees nothing, and a part of an attention without a score."""
+    """Several threads share queries that see nothing, and parts of an attention without scores."""
     problem = of_kind(problem, "decode")
     problem = dataclasses.replace(problem, options={"first": problem.lengths_tensor})
     for count in (1, 3):

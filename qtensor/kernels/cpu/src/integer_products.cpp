@@ -2,12 +2,34 @@
 // order, each by one fused multiply-add (docs/numerics.md, "Integer products"). So a result depends neither
 // on the other rows nor on tiles, threads or the instruction set.
 #include "integer_lines.h"
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
 
 namespace QT_NAMESPACE {
 
 constexpr i64 MOST_LEFT = 512;                 // rows of the left operand that are decoded together
 constexpr i64 LEAST_ROWS = 16;                 // of a thread where rows are shared
 constexpr int HEIGHT = QT_ISA == 512 ? 6 : 3;  // rows of the result whose sums fit in the registers
+
+#ifdef __aarch64__
+// acc + the products of four bytes of each lane, of half a vector.
+INLINE int32x4_t dot(int32x4_t acc, int8x16_t left, int8x16_t right) {
+#ifdef __ARM_FEATURE_DOTPROD
+    return vdotq_s32(acc, left, right);
+#else
+    // No pair of products exceeds 16 bits: 2 * 60 * 60.
+    const int16x8_t low = vmull_s8(vget_low_s8(left), vget_low_s8(right));
+    return vpadalq_s16(acc, vpaddq_s16(low, vmull_high_s8(left, right)));
+#endif
+}
+struct Sums {
+    int32x4_t low, high;
+};
+struct Bytes {
+    int8x16_t low, high;
+};
+#endif
 
 // acc + the products of four bytes of each lane.
 INLINE VI dot(VI acc, VI left, VI right) {
@@ -17,6 +39,10 @@ INLINE VI dot(VI acc, VI left, VI right) {
     // No pair of products exceeds 16 bits: 2 * 120 * 60.
     const __m256i pairs = _mm256_maddubs_epi16((__m256i)left, (__m256i)right);
     return acc + (VI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__aarch64__)
+    const Sums sums = bits<Sums>(acc);
+    const Bytes a = bits<Bytes>(left), b = bits<Bytes>(right);
+    return bits<VI>(Sums{dot(sums.low, a.low, b.low), dot(sums.high, a.high, b.high)});
 #else
     for (int shift = 24; shift >= 0; shift -= 8)
         acc += ((VI)((VU)left << shift) >> 24) * ((VI)((VU)right << shift) >> 24);
