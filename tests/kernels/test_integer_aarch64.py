@@ -30,16 +30,6 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return compile_server("integer_server", units, tmp_path_factory.mktemp("aarch64"))
 
 
-@pytest.mark.parametrize("features", ["fp asimd asimddp", "fp asimd"])
-def test_flags_of_dot_products(features: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux names the features of an aarch64 CPU."""
-    monkeypatch.setattr(sources.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(Path, "read_text", lambda _: f"Features\t: {features}\n")
-    monkeypatch.setattr(sources, "has_byte_dots", sources.has_byte_dots.__wrapped__)
-    (unit,) = (unit for unit in sources.units("baseline") if unit.name == "integer_products")
-    assert ("-march=armv8.2-a+dotprod" in unit.flags) == ("asimddp" in features)
-
-
 def sizes_of(packed: bytes) -> dict[int, int]:
     """Return the bytes at each address of a call, whose words are `IntegerArguments`."""
     words = integer_products._ARGUMENTS.unpack(packed)

@@ -73,16 +73,6 @@ def capabilities() -> dict[str, bool]:
     return names | {"fma3": "fma" in flags}
 
 
-@functools.cache
-def has_byte_dots() -> bool:
-    """Return whether this is an aarch64 CPU with dot products of bytes, as Linux reports it."""
-    try:
-        facts = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return platform.machine() == "aarch64" and "asimddp" in facts
-
-
 def usable_isas() -> tuple[str, ...]:
     """Return the instruction sets of this CPU, the best first."""
     found = capabilities()
@@ -114,8 +104,6 @@ def _unit(isa: str, source: str, dtype: str = "", *more: str) -> Unit:
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
     if source == "few_rows_bfloat16":
         flags += ("-mavx512bf16",)  # its functions are called on CPUs that have these instructions
-    if source == "integer_products" and isa == "baseline" and has_byte_dots():
-        flags += ("-march=armv8.2-a+dotprod",)
     if dtype:
         flags += (*_BY_DTYPE, f"-DQT_DTYPE={dtype}")
     name = f"{source}_{dtype}" if dtype else source

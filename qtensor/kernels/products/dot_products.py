@@ -49,7 +49,8 @@ class DotProducts(MatrixBackend):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         reason = _refusal(problem, _bfloat16_refusal)
-        self.detail = " in bfloat16" if reason is None else f" in float32: {reason}"
+        exact = " of values that bfloat16 holds"
+        self.detail = exact if reason is None else f" in float32: {reason}"
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
@@ -57,7 +58,7 @@ class DotProducts(MatrixBackend):
         reason = _refusal(problem, _left_refusal)
         if reason is not None:
             return reason
-        return None if is_available(native.linear_) else "the CPU has no AVX-512"
+        return None if is_available(native.linear_) else "no kernels for AVX-512 serve here"
 
     def multiply(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None

@@ -325,7 +325,7 @@ struct LineDecoder {
         return false;
     }
 
-    // Codes of factors of a byte that lie side by side; those behind the lanes stay. False if they do not.
+    // Reads factors of a byte. False if they do not lie side by side.
     bool read_codes(i64 line, i64 block, int lanes, u8 codes[W]) const {
         if (block + lanes > blocks) return false;
         const u8* from = s.base + s.at(m.line0 + line, m.block0 + block);
